@@ -13,31 +13,36 @@ READY := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(if $(filter demo,$(MAKECMD
 PULLED := $(VENV)/.pulled
 SOURCES_OF_BUILD := pyproject.toml $(wildcard setup.py MANIFEST.in) $(wildcard csrc/*)
 
-MARKS ?= not slow and not wide
+QUICK := tests/test_layers.py tests/config tests/core tests/chat/test_parser.py tests/lengths/test_cost.py \
+	tests/lengths/test_scores.py $(patsubst %,tests/structured/test_%.py,limits patterns schemas)
+
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
+.PHONY: help quick setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|' 2>/dev/null \
 		|| grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
+
+quick: $(INSTALLED) ## half a minute of tests that need no model: layers, config, core, parsers, schemas, costs
+	$(BIN)/python -m pytest -q -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(QUICK) $(ARGS)
 
 setup: $(INSTALLED) $(PULLED) ## virtual environment, dependencies, model (the other targets call it)
 
 demo: $(READY) $(PULLED) ## eight prompts in one batch, with speculation and without (installs no tools of tests)
 	@$(BIN)/paceline demo
 
-test: setup ## the tests of five minutes: one case in some of the large tables, slow ones not
-	$(BIN)/python -m pytest -m "$(MARKS)" -n $(WORKERS) --dist worksteal $(ARGS)
+test: setup ## the tests, slow ones not
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: setup ## style, types and tests, all cases of the tables: what the continuous integration runs
+check: setup ## style, types and tests: what the continuous integration runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(MAKE) test MARKS="not slow"
+	$(MAKE) test
 
 fmt: $(INSTALLED) ## format the code, mend what ruff can mend
 	$(BIN)/ruff check --fix-only --quiet .

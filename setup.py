@@ -26,17 +26,15 @@ KERNELS = _load_build()
 class BuildWithKernels(build_py):
     """Copies the package, then compiles the kernels into the copy (of an editable installation: into the sources).
 
-    Without a compiler the package is complete all the same: models run on the kernels' torch reference, and the
-    start line of every run says what is missing. A compiler that fails ends the installation on Linux: a mistake, not
+    Without a compiler the package is complete all the same: models run in torch, and the start line of every run
+    says what is missing. A compiler that fails ends the installation on Linux: a mistake, not
     a choice. On macOS nothing was ever tried, and the package is installed without them.
     """
 
     def run(self):
         super().run()
         if obstacle := KERNELS.what_is_missing():
-            print(
-                f"paceline: CPU kernels not built, their torch reference will run instead: {obstacle}", file=sys.stderr
-            )
+            print(f"paceline: CPU kernels not built, models will run in torch: {obstacle}", file=sys.stderr)
             return
         root = ROOT / "src" if self.editable_mode else Path(self.build_lib)
         try:

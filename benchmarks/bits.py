@@ -88,7 +88,7 @@ def compare(
             prefill_chunk=chance.choice([16, 64, 512]),
             speculation_width=chance.choice(widths),
         )
-        mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
+        mixed.engine.use_policy(RandomLength(chance.randrange(2**31)))
         results = mixed.generate([prompts[i] for i in group], [params[i] for i in group], use_tqdm=False)
         for i, result in zip(group, results, strict=True):
             found[i] = result.outputs[0].token_ids

@@ -4,7 +4,7 @@
     python -m benchmarks.file_types qwen-coder-0.5b.gguf qwen-Q2_K.gguf ... --output FILE
 
 Every copy is run in each precision and compared with the original in bfloat16, on the text of
-``paceline bench quality``.
+``benchmarks.quality``.
 The document is written after each run, and a call goes on with the runs that it lacks.
 """
 
@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from benchmarks.quality import PRECISIONS, Predictions, compare, predict, python_reference
 
-from paceline.cli.quality import PRECISIONS
+from paceline.config import EngineOptions
 from paceline.llm import LLM
 from paceline.tools.bench.offline import machine, versions
-from paceline.tools.bench.quality import Predictions, compare, predict, python_reference
 
 ORIGINAL = "bfloat16"
 
@@ -47,7 +48,7 @@ def main() -> None:
             assert (file, precision) == (asked.files[0], ORIGINAL)
             first = here
             torch.save(vars(here), kept)
-        quality = compare(precision, here, first, size).as_document()
+        quality = asdict(compare(precision, here, first, size))
         document["results"].append({"file": file.name, "types": types_of(file), **quality})
         asked.output.write_text(json.dumps(document))
         print(file.name, precision, quality["perplexity"], quality["perplexity_change"])
@@ -75,7 +76,8 @@ def types_of(file: Path) -> dict[str, int]:
 
 def run(file: Path, precision: str, tokens: int) -> tuple[Predictions, int]:
     """Return a file's predictions in a precision, and the bytes of its weights."""
-    llm = LLM(file, drafter=None, use_tqdm=False, max_batch_size=8, max_model_len=512, **PRECISIONS[precision])
+    options: EngineOptions = {**PRECISIONS[precision], "drafter": None, "max_batch_size": 8, "max_model_len": 512}
+    llm = LLM(file, use_tqdm=False, **options)
     here = predict(llm, llm.requests.tokenizer.encode(python_reference())[:tokens])
     return here, llm.engine.models.target.weight_bytes()
 

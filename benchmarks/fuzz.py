@@ -169,7 +169,7 @@ def batch_of(llm: LLM, chance: random.Random, widths: Sequence[int]) -> LLM:
         prefix_cache=chance.random() < 0.7,
         speculation_width=chance.choice(widths),
     )
-    mixed.engine.parts.policy = RandomLength(chance.randrange(2**31))
+    mixed.engine.use_policy(RandomLength(chance.randrange(2**31)))
     if chance.random() < 0.3:
         shrink_caches(mixed.engine, 1 + 2 * chance.random())
     return mixed

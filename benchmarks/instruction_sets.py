@@ -73,9 +73,7 @@ class Steps:
         spec = random_spec(SHAPES[shape], context + max(_TOKENS.values()))
         first = machine.sets[0]
         self.model = NativeModel(spec, shape, quantization=quantization, threads=machine.threads, kernels=first)
-        assert self.model._packed is not None
-        self._packed = self.model._packed
-        own = self._packed.decoder
+        own = self.model.packed_decoder.decoder
         self._decoders = {
             kernels.name: native.NativeDecoder(kernels, own._model, own._keep, machine.threads)
             for kernels in machine.sets
@@ -90,7 +88,7 @@ class Steps:
         nodes = Nodes(torch.randint(0, model.vocab_size, (rows * tokens,)), place, positions)
 
         def run(name: str) -> None:
-            self._packed.decoder = self._decoders[name]
+            self.model.packed_decoder.decoder = self._decoders[name]
             model.logits(model.forward(nodes, cache).hidden)
 
         return run, model.weight_bytes() + 2 * cache.keys.nbytes

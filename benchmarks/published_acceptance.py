@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.phases import FreeDrafter
+
 from paceline import LLM, SamplingParams
 from paceline.cli.document import end
 from paceline.config import MAX_SPECULATION_LENGTH
@@ -25,7 +27,6 @@ from paceline.core.draft import Draft
 from paceline.core.sampling import sequence_seed
 from paceline.drafters.base import Drafter, Wrapper
 from paceline.tools.bench.offline import Ids, OfflineResult, Paceline, machine, measure, prompts_for
-from paceline.tools.bench.phases import FreeDrafter
 
 
 class ReplacedDrafts(Wrapper):
@@ -43,7 +44,7 @@ class ReplacedDrafts(Wrapper):
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         drafted = self.inner.propose(batch, plan).draft_tokens
-        return Draft.of([self._of_row(batch, row, len(tokens)) for row, tokens in enumerate(drafted)], batch.device)
+        return Draft([self._of_row(batch, row, len(tokens)) for row, tokens in enumerate(drafted)])
 
     def _of_row(self, batch: Batch, row: int, count: int) -> list[int]:
         text, length = self.truth[int(batch.sampling.seed[batch.slots[row]])], batch.lengths[row]

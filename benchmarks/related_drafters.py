@@ -25,14 +25,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.drafters import PROMPTS, TASKS, Contender, Count, MeasurementPlan, count, draft_costs, speeds
 from benchmarks.parts import Parts, engine_line
 
 from paceline import LLM, SamplingParams
 from paceline.config.files import write_text
 from paceline.config.training import DRAFT_KINDS
-from paceline.tools.bench.drafters import Contender, Count, MeasurementPlan, count, draft_costs, speeds
 from paceline.tools.bench.offline import machine, versions
-from paceline.tools.bench.tasks import PROMPTS, TASKS
 from paceline.tools.training.prompts import opening_of
 
 DRAFT_TOKENS = 3  # as many as the heads that draft in one pass are trained for

@@ -120,7 +120,7 @@ def profile(llm: LLM, batch_size: int, k: int, params: SamplingParams) -> Profil
     """Decode ``batch_size`` prompts; only rounds in which all of them decode count."""
     drafter: DrafterName | None = "ngram" if k else None
     engine = llm.with_options(drafter=drafter, num_speculative_tokens=k, max_batch_size=batch_size).engine
-    engine.parts.native = None
+    engine.rounds.choice.kernels = None
     model = engine.models.target
     if not isinstance(model, NativeModel):
         raise ParameterError("model", model.name, "one that runs on the CPU kernels (dtype bfloat16, or quantized)")

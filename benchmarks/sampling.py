@@ -27,8 +27,9 @@ from paceline import LLM, SamplingParams
 from paceline.cli.document import end
 from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.hardware import cpu_name
+from paceline.core.values import Accepted
 from paceline.tools.bench.measure import turns
 from paceline.tools.bench.prompts import COPYING, OPEN
 
@@ -59,9 +60,9 @@ class Timer:
     tokens: list[int] = field(default_factory=list)
     _last: float | None = None
 
-    def __call__(self, draft: Draft, logits: Tensor, batch: Batch) -> Verdict:
+    def __call__(self, draft: DraftTensors, logits: Tensor, batch: Batch) -> Accepted:
         began = time.perf_counter()
-        verdict = self.rule(draft, logits, batch)
+        accepted = self.rule(draft, logits, batch)
         now = time.perf_counter()
         full = batch.rows == self.rows
         if full and self._last is not None:
@@ -69,7 +70,7 @@ class Timer:
             self.judging.append(now - began)
             self.tokens.append(batch.rows + int(draft.counts.sum()))
         self._last = now if full else None
-        return verdict
+        return accepted
 
 
 @dataclass

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.serve.servers import free_port, running
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, FloatRect, Page, ViewportSize, sync_playwright
 
 MODEL = "smollm2-135m"
 PICTURES = Path(__file__).parents[1] / "docs" / "img"
-VIEWPORT = {"width": 1360, "height": 960}
-TOP = {"x": 0, "y": 0, "width": 1360, "height": 1900}
+VIEWPORT: ViewportSize = {"width": 1360, "height": 960}
+TOP: FloatRect = {"x": 0, "y": 0, "width": 1360, "height": 1900}
 PROMPT = (
     "Write a Python class Stack with the methods push, pop, peek and is_empty. Then write the same class once more, "
     "with a docstring in every method."

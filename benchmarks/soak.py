@@ -49,7 +49,7 @@ class Soak:
         """Run some requests on one engine, each of which joins after a random number of rounds."""
         engine, left = llm.engine, requests
         if self.chance.random() < 0.8:  # else the length policy of the command line
-            engine.parts.policy = RandomLength(self.chance.randrange(2**31))
+            engine.use_policy(RandomLength(self.chance.randrange(2**31)))
         live: dict[str, tuple[int, RequestOutput]] = {}
         while left or engine.busy:
             if left and (not engine.busy or self.chance.random() < 0.5):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import paceline
 from paceline.config import EngineOptions, SamplingParams
-from paceline.engine.device_round import DeviceRound
 from paceline.engine.engine import Engine, Request
+from paceline.engine.rounds.program import DeviceRound
 from paceline.kernels import native
 from paceline.kernels.abi import SIGNATURES
 from paceline.lengths.auto import AutoLength
@@ -127,7 +127,7 @@ def traces_of_steps(engine: Engine, prompt: list[int], steps: int = STEPS) -> li
     for _ in range(steps):
         trace = trace_of(engine.step)
         traces.append(trace)
-        if engine.last_verdict is not None and max(engine.last_verdict.host.drafted) > 0:
+        if engine.last_verdict is not None and max(engine.last_verdict.drafted) > 0:
             drafting.append(trace)
     engine.clear()
     return drafting or traces

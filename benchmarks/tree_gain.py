@@ -319,7 +319,7 @@ class Grown:
         self._drafter.decoders[0].cut_row(self._row, size - 1)  # draft tokens are written behind the text
         self._batch.set_live([self._row])
         draft = self._drafter.propose(self._batch, SpeculationPlan(DEEP, stop_drafting=_is_hopeless))
-        follows = list(range(-1, draft.k - 1)) if draft.host_parents is None else draft.host_parents[0]
+        follows = list(range(-1, draft.k - 1)) if draft.parents is None else draft.parents[0]
         assert draft.confidence is not None
         kinds = [0] * draft.k if draft.kinds is None else draft.kinds[0]
         return DraftTree(draft.draft_tokens[0], follows, list(draft.confidence[0]), list(kinds))

@@ -1,15 +1,18 @@
-// The C interface that src/paceline/kernels calls. Functions that can fail return null for an object, or an error message.
+// The C interface that src/paceline/kernels calls (bindings.py). Functions that can fail return a Problem or a NewObject.
 // Those that choose an instruction set cannot report a failure: they need some hundred bytes, once.
 #include <cstring>
 
 #include "cpu.h"
 #include "exports.h"
+#include "layout.h"
 #include "model.h"
 #include "system.h"
 
 using namespace paceline;
 
-PL_EXPORT int pl_abi_version() { return kAbiVersion; }
+// What src/paceline/kernels/abi.py was written from, and where the compiler put the fields of its structs.
+PL_EXPORT const char* pl_interface() { return kInterface; }
+PL_EXPORT const int32_t* pl_layout() { return kLayout; }
 
 PL_EXPORT const Kernels* pl_kernels(const char* name) { return kernels_named(name); }
 PL_EXPORT const char* pl_obstacle(const char* name) { return obstacle_to(name); }
@@ -23,14 +26,14 @@ PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
 PL_EXPORT void* pl_arena_new(size_t bytes) { return new_huge_pages(bytes); }
 PL_EXPORT void pl_arena_free(void* memory, size_t bytes) { free_huge_pages(memory, bytes); }
 
-PL_EXPORT Model* pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return made<Model>(*spec, *kernels); }
+PL_EXPORT NewObject<Model> pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return made<Model>(*spec, *kernels); }
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
 PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_read(); }
 
-PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
-                                 const int64_t* slots, const int64_t* parents, int count, int read, int text,
-                                 const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
-                                 const float* entering) {
+PL_EXPORT Problem pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
+                             const int64_t* slots, const int64_t* parents, int count, int read, int text,
+                             const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
+                             const float* entering) {
   Tokens nodes = {tokens, rows, positions, slots, parents, count};
   nodes.read = read;
   nodes.entering = entering;
@@ -46,15 +49,15 @@ PL_EXPORT const char* pl_forward(Model* model, Pool* pool, const int64_t* tokens
 }
 
 // head: the output head to use, or null for the model's own.
-PL_EXPORT const char* pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out, const Linear* head) {
+PL_EXPORT Problem pl_logits(Model* model, Pool* pool, const float* hidden, int rows, float* out, const Linear* head) {
   return guarded([&] { model->logits(*pool, hidden, rows, out, head ? *head : model->spec.head); });
 }
 
 // --- single kernels, for tests and benchmarks ----------------------------------------------------------------------------
 
 // x [rows][padded inputs] -> out [rows][out_stride]; epilogue: 0 store, 1 add, 2 SwiGLU, 3 GeGLU.
-PL_EXPORT const char* pl_linear(const Kernels* kernels, Pool* pool, const Linear* linear, const float* x, int rows, int epilogue,
-                                float* out, size_t out_stride) {
+PL_EXPORT Problem pl_linear(const Kernels* kernels, Pool* pool, const Linear* linear, const float* x, int rows, int epilogue,
+                            float* out, size_t out_stride) {
   return guarded([&] {
     Quantised quantised;
     quantised.grow(rows, linear->inputs);
@@ -68,8 +71,8 @@ PL_EXPORT const char* pl_linear(const Kernels* kernels, Pool* pool, const Linear
 }
 
 // int8 values [padded inputs], the scales of their groups, and the sums that the consumer needs.
-PL_EXPORT const char* pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales,
-                                  int32_t* sums) {
+PL_EXPORT Problem pl_quantise(const Kernels* kernels, const Linear* consumer, const float* x, int8_t* values, float* scales,
+                              int32_t* sums) {
   const size_t inputs = static_cast<size_t>(consumer->inputs), span = consumer->format == kInt4 ? static_cast<size_t>(consumer->group) : kActivationGroup;
   return guarded([&] {
     Quantised row;
@@ -88,7 +91,7 @@ PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* 
 PL_EXPORT void pl_embed(const Kernels* kernels, const Linear* table, int64_t token, float* out) { kernels->embed(*table, token, out); }
 
 // Rotary, cache write and attention of one layer, single-threaded; all `tokens` belong to one row.
-PL_EXPORT const char* pl_attend(const Kernels* kernels, const Attention* attention, const Rotary* rotary, int64_t row, int tokens) {
+PL_EXPORT Problem pl_attend(const Kernels* kernels, const Attention* attention, const Rotary* rotary, int64_t row, int tokens) {
   return guarded([&] {
     Buffer scratch;
     scratch.grow(sizeof(float) * attend_scratch_floats(attention->dim));

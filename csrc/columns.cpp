@@ -31,8 +31,8 @@ using namespace paceline;
 
 // Copies columns [count] of `from` to `places` [count] of `to`, a layer of the same inputs, format and kind of bias.
 // Returns an error message, or null.
-PL_EXPORT const char* pl_copy_columns(Pool* pool, const Linear* from, const int64_t* columns, const Linear* to, const int64_t* places,
-                                      int64_t count) {
+PL_EXPORT Problem pl_copy_columns(Pool* pool, const Linear* from, const int64_t* columns, const Linear* to, const int64_t* places,
+                                  int64_t count) {
   if (from->format == kInt4) return "int4 columns are not stored word by word";
   if (from->inputs != to->inputs || from->format != to->format || !from->scales != !to->scales || !from->bias != !to->bias) {
     return "the layers differ in inputs, format or bias";

@@ -8,13 +8,18 @@
 
 namespace paceline {
 
+// What functions return that can fail; bindings.py knows both names.
+using Problem = const char*;  // an error message, or null
+template <class T>
+using NewObject = T*;  // null if there was no memory or thread for it; native.py raises MemoryError
+
 // The error message of a call that found no memory; native.py raises MemoryError for it.
 constexpr const char* kOutOfMemory = "out of memory";
 
 // Runs the body of a function of the C interface, and returns its error message, or null. The only exceptions are those of
 // containers and Buffer: std::bad_alloc, and std::length_error for a size beyond all memory.
 template <class Body>
-const char* guarded(Body body) {
+Problem guarded(Body body) {
   try {
     if constexpr (std::is_void_v<decltype(body())>) body();
     else return body();
@@ -24,9 +29,8 @@ const char* guarded(Body body) {
   return nullptr;
 }
 
-// The new object, or null if there was no memory or thread for it.
 template <class T, class... Arguments>
-T* made(Arguments&&... arguments) {
+NewObject<T> made(Arguments&&... arguments) {
   try {
     return new T(arguments...);
   } catch (const std::exception&) {

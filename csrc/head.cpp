@@ -475,11 +475,11 @@ const char* run_draft(Model& head, Pool& pool, const DraftCall& call, const Cach
 
 using namespace paceline;
 
-PL_EXPORT const char* pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
-                                    int count) {
+PL_EXPORT Problem pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const int64_t* rows, const int64_t* slots, const float* features,
+                                int count) {
   return guarded([&] { keep_states(*head, *pool, *kept, rows, slots, features, count); });
 }
 
-PL_EXPORT const char* pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
+PL_EXPORT Problem pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
   return guarded([&] { return run_draft(*head, *pool, *call, *cache, seconds); });
 }

@@ -131,7 +131,8 @@ struct RecurrentShape {
 
 constexpr int kMostTaps = 8;
 
-// The nodes of one slot in a pass; see SlotPass of src/paceline/core/recurrent_state.py.
+// The nodes of one slot in a pass; see RowsPass of src/paceline/core/recurrent_state.py, and SlotPass of
+// tests/kernels/reference.py.
 struct SlotRun {
   int first, count;        // its nodes among the pass's tokens
   int64_t slot;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "exports.h"
+#include "lookup.h"
 
 namespace paceline {
 namespace {
@@ -20,8 +21,6 @@ struct Row {
 
   const int64_t* last() const { return text + length - 1; }
 };
-
-class Texts;
 
 // texts: the texts that contain it; null: the row's own text.
 struct Match {
@@ -39,6 +38,8 @@ int64_t agreeing(const Row& row, const Token* text, int64_t place) {
   while (size < most && text[place - size] == row.last()[-size]) ++size;
   return size;
 }
+
+}  // namespace
 
 // Texts to copy from, which may grow. The places of each pair of tokens that have a successor are chained, the latest
 // first; of single tokens the latest place is stored.
@@ -117,14 +118,7 @@ class Texts {
   Latest pairs_, singles_;
 };
 
-// Further sources of a row beside its own text and the documents. Among `siblings` its own text has the index `number`,
-// and begins at the row's position `first`.
-struct RowSources {
-  const Texts* references;
-  Texts* siblings;
-  int64_t number;
-  int64_t first;
-};
+namespace {
 
 // From the end backwards, so that the later of equal matches wins.
 Match in_own_text(const Row& row) {
@@ -214,18 +208,18 @@ bool append_to_siblings(const RowSources* row_sources, const int64_t* slots, con
 
 using namespace paceline;
 
-PL_EXPORT Texts* pl_texts_new() { return made<Texts>(); }
+PL_EXPORT NewObject<Texts> pl_texts_new() { return made<Texts>(); }
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
-PL_EXPORT const char* pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) {
+PL_EXPORT Problem pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) {
   return guarded([&] { texts->append(number, tokens, count); });
 }
 
 // slots: of the rows, in text and lengths. text: at most `width` tokens in each slot, `stride` apart. row_sources: per row, or null; their siblings' texts are
 // brought up to date first. draft_tokens [rows][k], 0 beyond counts[row]; sources: 0 the row's own text, 1 references,
 // 2 siblings, 3 documents. Returns an error message, or null.
-PL_EXPORT const char* pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
-                                int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
-                                int64_t* sources) {
+PL_EXPORT Problem pl_lookup(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                            int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t k, int64_t* draft_tokens, int64_t* counts, int64_t* matched,
+                            int64_t* sources) {
   return guarded([&]() -> const char* {
     if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return kOutside;
     std::fill(draft_tokens, draft_tokens + rows * k, 0);
@@ -243,9 +237,9 @@ PL_EXPORT const char* pl_lookup(const Texts* documents, const RowSources* row_so
 
 // The same with up to `ways` different continuations per row: draft_tokens [rows][ways][k]; counts, matched, sources
 // [rows][ways]; made [rows]: their number.
-PL_EXPORT const char* pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
-                                    int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
-                                    int64_t* matched, int64_t* sources, int64_t* made) {
+PL_EXPORT Problem pl_lookup_all(const Texts* documents, const RowSources* row_sources, const int64_t* slots, const int64_t* text,
+                                int64_t stride, int64_t width, const int64_t* lengths, int64_t rows, int64_t ways, int64_t k, int64_t* draft_tokens, int64_t* counts,
+                                int64_t* matched, int64_t* sources, int64_t* made) {
   return guarded([&]() -> const char* {
     if (!append_to_siblings(row_sources, slots, text, stride, width, lengths, rows)) return kOutside;
     for (int64_t i = 0; i < rows; ++i) {

@@ -12,9 +12,6 @@
 
 namespace paceline {
 
-// These structures mirror src/paceline/kernels/abi.py; kAbiVersion changes with them.
-constexpr int kAbiVersion = 29;
-
 // The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
 // output; of a short convolution, B, C and x.
 struct Recurrent {

@@ -349,7 +349,7 @@ void draw_draft_tokens(const Kernels& kernels, Pool& pool, const DrawCall& call,
 using namespace paceline;
 
 // A token for every place: tokens [rows][block].
-PL_EXPORT const char* pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
+PL_EXPORT Problem pl_draw(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens) {
   return guarded([&] {
     at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
       tokens[row * call->block + place] = kernels->draw(draw);
@@ -358,13 +358,13 @@ PL_EXPORT const char* pl_draw(const Kernels* kernels, Pool* pool, const DrawCall
 }
 
 // See accept_draft_tokens.
-PL_EXPORT const char* pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
-                                const int64_t* scored, float* own) {
+PL_EXPORT Problem pl_accept(const Kernels* kernels, Pool* pool, const DrawCall* call, int64_t* tokens, int64_t* accepted, int64_t* path,
+                            const int64_t* scored, float* own) {
   return guarded([&] { accept_draft_tokens(*kernels, *pool, *call, tokens, accepted, path, scored, own); });
 }
 
 // The distributions that tokens are drawn from: out [rows][block][vocabulary].
-PL_EXPORT const char* pl_probabilities(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
+PL_EXPORT Problem pl_probabilities(const Kernels* kernels, Pool* pool, const DrawCall* call, float* out) {
   return guarded([&] {
     at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
       kernels->probabilities(draw, out + (row * call->block + place) * call->vocabulary);
@@ -373,7 +373,7 @@ PL_EXPORT const char* pl_probabilities(const Kernels* kernels, Pool* pool, const
 }
 
 // The softmax of the adjusted logits at tokens [rows][block].
-PL_EXPORT const char* pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall* call, const int64_t* tokens, float* chances) {
+PL_EXPORT Problem pl_likelihood(const Kernels* kernels, Pool* pool, const DrawCall* call, const int64_t* tokens, float* chances) {
   return guarded([&] {
     at_places(*pool, *call, [&](const Draw& draw, int64_t row, int64_t place) {
       const int64_t at = row * call->block + place;
@@ -383,7 +383,7 @@ PL_EXPORT const char* pl_likelihood(const Kernels* kernels, Pool* pool, const Dr
 }
 
 // Log-probabilities of the tokens that rows gained, and of the most likely ones.
-PL_EXPORT const char* pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall* call) {
+PL_EXPORT Problem pl_logprobs(const Kernels* kernels, Pool* pool, const LogprobCall* call) {
   return guarded([&] {
     const std::vector<int64_t> starts = first_places(*call);
     for_every_row(*pool, call->rows, [&](int64_t row) {
@@ -524,7 +524,7 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
 
 // Drafts if the round begins with that, verifies the draft tokens, accepts them while they equal the target's own draws, keeps the accepted keys and values,
 // and commits. Returns an error message, or null.
-PL_EXPORT const char* pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
+PL_EXPORT Problem pl_round(Model* model, Pool* pool, const RoundCall* call, const Cache* cache, double* seconds) {
   return guarded([&]() -> const char* {
     if (const char* problem = draft_of_round(*pool, *call)) return problem;
     if (const char* problem = problem_with_draft(*call)) return problem;

@@ -23,7 +23,7 @@ from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec, DeltaNetSpec, MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
-from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, fate
+from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
 from paceline.models.native.spec import check_description
 
 WIDTH = 100  # characters of a terminal
@@ -173,8 +173,8 @@ def gguf_types() -> Iterator[str]:
     yield from ("| type | bits a weight | in bfloat16 | in int8 | in int4 |", "| --- | --- | --- | --- | --- |")
     for kind in READABLE:
         block, size = GGML_QUANT_SIZES[kind]
-        fates = " | ".join(fate(kind, to) for to in ("bf16", "int8", "int4"))
-        yield f"| {kind.name} | {8 * size / block:.4g} | {fates} |"
+        losses = " | ".join(precision_loss(kind, to) for to in ("bf16", "int8", "int4"))
+        yield f"| {kind.name} | {8 * size / block:.4g} | {losses} |"
     refused = ", ".join(sorted(kind.name for kind in UNREADABLE))
     yield f"| {refused} | | refused | refused | refused |"
 

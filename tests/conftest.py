@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,19 +40,6 @@ Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assi
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as ``wide`` all cases but every n-th of a test that is marked ``one_in(n)``."""
-    cases: Counter[str] = Counter()
-    for item in items:
-        marker = item.get_closest_marker("one_in")
-        if marker is not None and item.get_closest_marker("slow") is None:
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % marker.args[0]:
-                item.add_marker(pytest.mark.wide)
-            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +15,11 @@ from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from gguf_support import finish
-from model_support import tiny
+from model_support import packed, tiny
 from paceline.drafters.heads.assistant import Assistant, Centroids
 from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.models.base import AnyModel
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weights import shapes
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.gemma4 import describe_assistant
@@ -83,7 +85,7 @@ def tiny_gemma4_torch(seed: int = 0, **sizes: Any) -> Transformer:
 
 def tiny_native_gemma4(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:
     """The same model on the CPU kernels."""
-    return NativeModel.from_transformer(tiny_gemma4_torch(seed, **sizes), quantization=quantization, threads=1)
+    return packed(tiny_gemma4(seed, **sizes), quantization, threads=1)
 
 
 OF_ASSISTANT: dict[str, Any] = {
@@ -106,7 +108,7 @@ def assistants_may_be_made() -> Iterator[None]:
     def modes(config: Gemma4TextConfig) -> list[str | None]:
         if config.num_kv_shared_layers == config.num_hidden_layers:
             return ["reuse"] * config.num_hidden_layers
-        return usual.fget(config)  # type: ignore[attr-defined, no-any-return]
+        return usual.fget(config)  # type: ignore[no-any-return]
 
     with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
         yield
@@ -130,6 +132,16 @@ def save_assistant(path: Path, seed: int = 0, *, width: int = 40, **more: Any) -
     return model
 
 
+def _noise(dtype: torch.dtype, generator: torch.Generator, *shape: int) -> Tensor:
+    values = torch.randn(shape, generator=generator) * 0.3
+    return (values if len(shape) > 1 else 1 + values).to(dtype)
+
+
+def assistant_tensors(spec: DecoderSpec, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random weights of an assistant's layers."""
+    return {name: _noise(dtype, generator, *like.shape) for name, like in shapes(spec).items()}
+
+
 def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
     """A random assistant of four layers for ``tiny_gemma4``, with a head over groups of tokens."""
     own = {"hidden_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -139,15 +151,11 @@ def tiny_assistant(target: AnyModel, seed: int = 0) -> Assistant:
     assert spec is not None
     assert whole is not None
     generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        values = torch.randn(shape, generator=generator) * 0.3
-        return (values if len(shape) > 1 else 1 + values).to(target.dtype)
-
-    tensors = {name: noise(*like.shape) for name, like in shapes(spec).items()}
+    noise = partial(_noise, target.dtype, generator)
+    tensors = assistant_tensors(spec, target.dtype, generator)
     places = cache_places(spec, whole)
     decoder, layers = Transformer(spec, tensors, "tiny assistant", places=places), None
-    if isinstance(target, NativeModel) and target.runs_rounds:
+    if isinstance(target, NativeModel):
         layers = NativeLayers(spec, tensors, places, target, target.quantization)  # type: ignore[arg-type]
         decoder.drop_layers()
     groups = Centroids(noise(6, 24), torch.randperm(VOCAB, generator=generator).view(6, -1), 3)

@@ -13,6 +13,10 @@ from paceline.core.slots import Slots
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, Model, cache_of
+from paceline.models.files.boundary import ResolvedSource, Source, reads_model
+from paceline.models.load.loading import open_checkpoint
+from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.native.spec import spec_of
 
 VOCABULARY = 61
 
@@ -147,6 +151,28 @@ def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, 
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.2 if parameter.dim() > 1 else parameter + noise * 0.2)
     return model.to(dtype)
+
+
+@reads_model
+def packed(
+    source: ResolvedSource,
+    quantization: Quantization | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+) -> NativeModel:
+    """The model on the CPU kernels, packed while its checkpoint is read. dtype: of what is not packed."""
+    checkpoint = open_checkpoint(source)
+    assert checkpoint is not None
+    return NativeModel.of(checkpoint, dtype, quantization=quantization, threads=threads)
+
+
+def packed_at_once(source: Source, quantization: Quantization | None = None) -> NativeModel:
+    """The same, packed from weights that were all read in float32 before."""
+    checkpoint = open_checkpoint(source)
+    assert checkpoint is not None
+    weights = checkpoint.tensors(torch.float32, torch.device("cpu"))
+    return NativeModel(spec_of(checkpoint.spec, weights), checkpoint.name, quantization=quantization)
 
 
 def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:

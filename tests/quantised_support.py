@@ -197,12 +197,12 @@ def mxfp4() -> Converter:
 
 def mxfp4_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[..., I] -> packed uint8 [..., I / 2], exponents uint8 [..., I / 32], numbers [..., I]."""
-    groups = weight.float().unflatten(-1, (-1, 32))
+    groups = weight.float().view(*weight.shape[:-1], -1, 32)
     exponents = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2
     scaled = groups / exponents.exp2()[..., None]
     codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1)
     exact = FP4[codes] * scaled.sign() * exponents.exp2()[..., None]
-    nibbles = (codes + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
+    nibbles = (codes + 8 * (scaled < 0)).flatten(-2).view(*weight.shape[:-1], -1, 2)
     packed = (nibbles[..., 0] | (nibbles[..., 1] << 4)).to(torch.uint8)
     return packed, (exponents + 127).to(torch.uint8), exact.flatten(-2)
 
@@ -238,7 +238,8 @@ def convert_files(path: Path, converter: Converter) -> dict[str, Tensor]:
     """Quantise the layers' matrices in a saved checkpoint. Return the numbers [O, I] that they stand for, by name."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": converter.config}))
-    tensors, numbers_of = {}, {}
+    tensors: dict[str, Tensor] = {}
+    numbers_of: dict[str, Tensor] = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         if re.search(r"layers\.\d+\..*_proj\.weight$", name):
             found, numbers_of[name] = converter.convert(tensor.float())

@@ -21,12 +21,14 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from kernels.reference_model import ReferenceModel
+from model_support import packed
 from paceline.drafters.heads.mtp import own_head
 from paceline.drafters.heads.native import NativeHead
 from paceline.models.description.weights import LoadedTensor
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import Source, load_model, open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.spec import spec_of
 from paceline.models.torch.transformer import Transformer
 from toy import POSITIONS, VOCAB
 
@@ -165,28 +167,29 @@ def randomise(name: str, weight: torch.Tensor) -> None:
         weight.normal_(0, 0.5 if "conv" in name or "embed" in name or "lm_head" in name else 0.2)
 
 
-def ours(theirs: PreTrainedModel) -> RecurrentModel:
-    """The same model, unrounded in torch."""
-    loaded = load_model(theirs, dtype=torch.float32)
-    assert isinstance(loaded, RecurrentModel)
-    return loaded
+def reference_of(source: Source) -> ReferenceModel:
+    """The same model as the kernels' reference implementation runs it, unrounded."""
+    checkpoint = open_checkpoint(source)
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+    return ReferenceModel(spec, checkpoint.name, quantization="fp32")
 
 
 def on_kernels(theirs: PreTrainedModel, quantization: Quantization | None = "int8") -> NativeModel:
     """The same model on the CPU kernels."""
-    model = ours(theirs)
-    return NativeModel.from_weights(model.spec, model.weights, model.name, quantization=quantization, threads=1)
+    return packed(theirs, quantization, threads=1)
 
 
-def as_on_gpus(theirs: PreTrainedModel) -> Transformer:
-    """The same model as GPUs run it: in padded passes over states and caches, here in torch."""
-    model = ours(theirs)
-    return Transformer(model.spec, model.weights, model.name)
+def in_torch(theirs: PreTrainedModel) -> Transformer:
+    """The same model in float32, in padded passes over states and caches."""
+    loaded = load_model(theirs, dtype=torch.float32)
+    assert isinstance(loaded, Transformer)
+    return loaded
 
 
-def tiny_recurrent(seed: int = 0, **sizes: Any) -> RecurrentModel:
-    """A random Qwen3.5, unrounded in torch."""
-    return ours(tiny_qwen3_5(seed, **sizes))
+def tiny_recurrent(seed: int = 0, **sizes: Any) -> ReferenceModel:
+    """A random Qwen3.5, unrounded."""
+    return reference_of(tiny_qwen3_5(seed, **sizes))
 
 
 def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "int8", **sizes: Any) -> NativeModel:

@@ -23,7 +23,7 @@ from paceline.config import ServerConfig
 from paceline.engine.engine import Request
 from paceline.llm import LLM
 from paceline.models.text.tokenizer import Tokenizer
-from paceline.server import context
+from paceline.server import dispatch
 from paceline.server.structures import AnswerForm
 from server_support import Live, start
 
@@ -64,12 +64,12 @@ def save_model(path: Path) -> str:
 def scripted(model: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Serve the model on this machine; its name is "scripted"."""
 
-    async def form(llm: LLM, requests: Sequence[Request], form: AnswerForm, _: float) -> Sequence[Request]:
+    async def form(llm: LLM, requests: Sequence[Request], form: AnswerForm) -> Sequence[Request]:
         names = [] if form.chat is None else [tool.name for tool in form.chat.options.offered]
         prompts = [llm.requests.tokenizer.spell(request.prompt_token_ids) for request in requests]
         return [_told(llm, request, script(prompt, names)) for request, prompt in zip(requests, prompts, strict=True)]
 
-    monkeypatch.setattr(context, "structured", form)
+    monkeypatch.setattr(dispatch, "structured", form)
     config = ServerConfig(port=0, served_model_name="scripted", max_body_bytes=2**24)
     server = start(config, model, attention="padded", max_model_len=POSITIONS, memory_limit=2**31)
     yield next(server)

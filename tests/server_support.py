@@ -16,7 +16,8 @@ import httpx
 import torch
 from openai import OpenAI
 
-from byte_model import byte_tokenizer, save_llama
+from byte_model import byte_tokenizer as byte_tokenizer
+from byte_model import save_llama
 from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.app import make_app
@@ -99,11 +100,9 @@ class Live:
 
         The engine clears its queues one by one: this waits for the last.
         """
-        engine, service = self.context.llm.engine, self.context.service
+        engine, service, admission = self.context.llm.engine, self.context.service, self.context.dispatcher.admission
         wait_until(
-            lambda: (
-                not (self.context.admission.inside or self.waiting or engine.busy or engine._requests or service._live)
-            ),
+            lambda: not (admission.inside or self.waiting or engine.busy or engine._requests or service._live),
             "rows are still taken",
         )
         engine.scheduler.check_integrity()
@@ -114,7 +113,7 @@ def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
     server = Server(app, config, app.state.context.service.fail_all)
     thread = threading.Thread(target=server.run)
     thread.start()
-    context: Context = server.config.app.state.context  # type: ignore[union-attr]
+    context: Context = app.state.context
     try:
         wait_until(lambda: (server.started and context.service.state == "ready") or not thread.is_alive())
         assert thread.is_alive(), context.service.failure

@@ -11,6 +11,7 @@ import torch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.values import Accepted
 from paceline.lengths.base import LengthPolicy, UnreadPrompt
 from paceline.lengths.cost import CostTable
 
@@ -28,8 +29,7 @@ def linear_costs(
 
 def with_timing(verdict: Verdict, plan: SpeculationPlan, draft_ms: float = 0.0, verify_ms: float = 10.0) -> Verdict:
     """The verdict with what the engine tells the policy of its round."""
-    verdict.note, verdict.timing = plan.note, RoundTiming(draft_ms, verify_ms)
-    return verdict
+    return replace(verdict, note=plan.note, timing=RoundTiming(draft_ms, verify_ms))
 
 
 @dataclass
@@ -66,8 +66,7 @@ class Simulation:
             draft_ms, verify_ms = self.costs.draft_ms(batch.rows, k), self.costs.verify_ms(batch.rows, k, batch.longest)
             self.now += (draft_ms + verify_ms) / 1000
             tokens = torch.zeros(batch.rows, k + 1, dtype=torch.int64)
-            verdict = Verdict(tokens, torch.tensor(accepted), torch.tensor(caps))
-            batch.commit(verdict)
+            verdict = batch.commit(Draft([[0] * cap for cap in caps]), Accepted(tokens, torch.tensor(accepted)))
             policy.observe(batch, with_timing(verdict, plan, draft_ms, verify_ms))
             self.tokens += sum(accepted) + batch.rows
             self.asked.append(k)
@@ -188,14 +187,14 @@ class DraftSimulation:
         self._who, self._drafting = batch.slots, list[int]()
         draft = self._propose(self._who, plan).capped(plan.caps)
         draft = policy.select(batch, draft) if draft.k else draft
-        counts = draft.counts.tolist()
-        right = (draft.tokens == RIGHT).tolist()
-        accepted = [next((j for j in range(n) if not line[j]), n) for n, line in zip(counts, right, strict=True)]
+        counts = draft.drafted
+        lines = draft.draft_tokens
+        accepted = [next((j for j, token in enumerate(line) if token != RIGHT), len(line)) for line in lines]
         ms = self.costs.verify_ms(batch.rows, sum(counts) / batch.rows)
         ready = self.now
         self.now += ms * self.rng.lognormvariate(0, self.noise) * (3 if self._spike() else 1) / 1000
-        verdict = Verdict(torch.full((batch.rows, draft.k + 1), RIGHT), torch.tensor(accepted), draft.counts)
-        batch.commit(verdict)
+        tokens = torch.full((batch.rows, draft.k + 1), RIGHT)
+        verdict = batch.commit(draft, Accepted(tokens, torch.tensor(accepted)))
         for row in self._drafting:
             self.reader.seen[batch.slots[row]] = batch.lengths[row] - 1
         policy.observe(batch, with_timing(verdict, plan, 1000 * (ready - began), 1000 * (self.now - ready)))
@@ -254,10 +253,5 @@ class DraftSimulation:
 
 
 def _as_draft(draft_tokens: list[list[tuple[float, bool]]]) -> Draft:
-    widest = max(map(len, draft_tokens))
-    filled = [line + [(0.0, False)] * (widest - len(line)) for line in draft_tokens]
-    tokens = [[RIGHT if right else WRONG for _, right in line] for line in filled]
-    confidence = [[score for score, _ in line] for line in filled]
-    counts = torch.tensor([len(line) for line in draft_tokens])
-    shape = torch.tensor(tokens, dtype=torch.int64).view(len(draft_tokens), widest)
-    return Draft(shape, counts, confidence=confidence)
+    tokens = [[RIGHT if right else WRONG for _, right in line] for line in draft_tokens]
+    return Draft(tokens, confidence=[[score for score, _ in line] for line in draft_tokens])

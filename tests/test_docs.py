@@ -1,5 +1,6 @@
 """Documentation cannot rot: its Python runs, its commands and flags exist, its links lead somewhere; the site."""
 
+import functools
 import re
 import runpy
 import shlex
@@ -48,7 +49,6 @@ PLAYED_HERE = [page for page in PAGES[1:] if any("import LLM" in block for block
 
 
 @pytest.mark.parametrize("page", PLAYED_HERE, ids=lambda page: page.name)
-@pytest.mark.one_in(3)
 def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.find("smollm2-135m")
     names: dict[str, Any] = {}
@@ -92,17 +92,25 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-@pytest.mark.one_in(3)
 def test_the_commands_of_the_documentation_exist_with_their_flags(command: list[str]) -> None:
-    words = command[:2] if command[0] in ("bench", "eval") else command[:1]
+    said = help_of(*command[: 2 if command[0] in ("bench", "eval") else 1])
+    assert [word for word in command if word.startswith("--") and word not in said] == []
+
+
+@functools.cache
+def help_of(*words: str) -> str:
     result = CliRunner().invoke(app, [*words, "--help", "all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0, result.output
-    flags = [word for word in command if word.startswith("--")]
-    assert [flag for flag in flags if flag not in result.output] == []
+    return result.output
+
+
+def test_the_benches_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())}
+    assert "benchmarks.drafters" in named
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").is_file()] == []
 
 
 @pytest.mark.parametrize("command", [words for words in commands() if words[:2] == GENERATE], ids=" ".join)
-@pytest.mark.one_in(3)
 def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list[str]) -> None:
     """Four tokens of each tell, and a fixed length needs no calibration."""
     real_models.find("smollm2-135m")
@@ -159,7 +167,8 @@ def test_functions_with_several_implementations_exist_and_a_test_holds_them_toge
 
 
 ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or only for benchmarks
-    *("pl_abi_version", "pl_source_hash", "pl_kernels", "pl_obstacle", "pl_multiplies_correctly", "pl_experts_read"),
+    *("pl_interface", "pl_layout", "pl_source_hash", "pl_experts_read"),
+    *("pl_kernels", "pl_obstacle", "pl_multiplies_correctly"),
     *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
     *("pl_texts_append", "pl_read"),
 }

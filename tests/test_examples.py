@@ -38,7 +38,6 @@ def model() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-@pytest.mark.one_in(5)
 def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -47,7 +46,6 @@ def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.wide
 def test_an_example_that_starts_paceline_runs(name: str, tmp_path: Path) -> None:
     if name == "server_and_client":
         pytest.importorskip("openai", reason="the example's client")

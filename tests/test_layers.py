@@ -1,4 +1,4 @@
-"""The import rule: a folder imports only from folders below it.
+"""The import rules: a folder imports only from folders below it, and no file imports itself by way of others.
 
 Run as a script, it prints the import graph and the modules without a test file of their name.
 
@@ -8,6 +8,7 @@ Imports inside functions and under TYPE_CHECKING count as well: they are depende
 import ast
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ FLOORS = (  # from the ground up; units on one floor do not import each other
 # Public names whose home is elsewhere: docs/extending.md and users' scripts have them.
 RE_EXPORTS = {"batch", "draft", "row_keeper", "params", "transformers", "ray"}
 FLOOR_OF = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+ROOMS = (  # the same within models/
+    ("base",),
+    ("files",),
+    ("description",),
+    ("families",),
+    ("text", "torch", "native"),
+    ("decoding", "load"),
+    ("parallel",),
+)
+ROOM_FLOOR_OF = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
 FREE = {"__init__", "__main__", *RE_EXPORTS}  # front doors: they may name everything
 
 
@@ -47,20 +58,26 @@ def unit_of(path: Path, root: Path) -> str:
     return first.removesuffix(".py")
 
 
+def package_of(root: Path) -> str:
+    """The dotted name of the package in a folder: "paceline.models"."""
+    return ".".join(root.parts[-1 - root.parts[::-1].index("paceline") :])
+
+
 def imported_modules(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names of this package's modules that a file imports, as seen from the root: "models.hub"."""
+    """Dotted names of this package's modules that a file imports, as seen from the root: "models.files.hub"."""
+    package = package_of(root)
     here = list(path.relative_to(root).with_suffix("").parts)
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
-            start = [root.name, *here[: len(here) - node.level]]
+            start = [package, *here[: len(here) - node.level]]
             names = [".".join([*start, *filter(None, [node.module]), alias.name]) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        prefix = f"{root.name}."
+        prefix = f"{package}."
         yield from (name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
@@ -77,16 +94,38 @@ def dependencies(root: Path) -> dict[tuple[str, str], Path]:
     return found
 
 
-def violations(root: Path) -> list[str]:
+def violations(root: Path, floor_of: dict[str, int] = FLOOR_OF) -> list[str]:
     """Every import that the rule forbids, in words."""
     units = {unit_of(path, root) for path in root.rglob("*.py")} - FREE
-    broken = [f"{unit}: on no floor; give it one in test_layers.py" for unit in sorted(units - FLOOR_OF.keys())]
+    broken = [f"{unit}: on no floor; give it one in test_layers.py" for unit in sorted(units - floor_of.keys())]
     for (unit, other), path in dependencies(root).items():
         if other in FREE:
             broken.append(f"{path.relative_to(root)} imports {other}, which is for users; name its home")
-        elif {unit, other} <= FLOOR_OF.keys() and FLOOR_OF[other] >= FLOOR_OF[unit]:
-            broken.append(f"{path.relative_to(root)} (floor {FLOOR_OF[unit]}) imports {other} ({FLOOR_OF[other]})")
+        elif {unit, other} <= floor_of.keys() and floor_of[other] >= floor_of[unit]:
+            broken.append(f"{path.relative_to(root)} (floor {floor_of[unit]}) imports {other} ({floor_of[other]})")
     return broken
+
+
+def file_of(module: str, root: Path) -> Path | None:
+    """The file that defines a dotted name, "core.batch.Batch": the module's or its package's; None for the root's."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        path = root.joinpath(*parts[:length])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def circle(root: Path) -> list[str]:
+    """Files that import each other in a circle, the first one again at the end; empty if there is no circle."""
+    files = [path for path in sorted(root.rglob("*.py")) if unit_of(path, root) not in FREE]
+    needs = {path: {file_of(module, root) for module in imported_modules(path, root)} - {None, path} for path in files}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return [str(path.relative_to(root)) for path in error.args[1]]
+    return []
 
 
 def import_levels(root: Path) -> dict[str, int]:
@@ -104,6 +143,17 @@ def test_a_folder_imports_from_lower_floors_only() -> None:
     assert violations(SOURCE) == []
 
 
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    assert circle(SOURCE) == []
+
+
+def test_a_room_of_models_imports_from_lower_floors_only() -> None:
+    assert violations(SOURCE / "models", ROOM_FLOOR_OF) == []
+    assert {unit_of(path, SOURCE / "models") for path in SOURCE.glob("models/*/*.py")} == ROOM_FLOOR_OF.keys() - {
+        "base"
+    }
+
+
 def test_every_unit_that_the_rule_names_exists() -> None:
     units = {unit_of(path, SOURCE) for path in SOURCE.rglob("*.py")}
     assert FLOOR_OF.keys() - units == set()
@@ -118,7 +168,14 @@ def test_a_re_export_is_nothing_else() -> None:
         assert isinstance(body[-1], ast.Assign), name
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")))
+@pytest.mark.parametrize(
+    "folder",
+    sorted(
+        str(path.parent.relative_to(SOURCE))
+        for pattern in ("*/__init__.py", "models/*/__init__.py")
+        for path in SOURCE.glob(pattern)
+    ),
+)
 def test_a_folder_says_in_one_line_what_it_is_for(folder: str) -> None:
     purpose = ast.get_docstring(ast.parse((SOURCE / folder / "__init__.py").read_text()))
     assert purpose, folder
@@ -161,6 +218,19 @@ def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "from paceline.models.load.loading import load_model",
+        "from ..load import loading",
+        "import paceline.models.load",
+    ],
+)
+def test_the_rule_notices_between_rooms(tmp_path: Path, text: str) -> None:
+    package = plant(tmp_path, {"models/torch/transformer.py": text, "models/load/loading.py": ""})
+    assert len(violations(package / "models", ROOM_FLOOR_OF)) == 1
+
+
+@pytest.mark.parametrize(
     "files",
     [
         {"engine/engine.py": "from paceline.core.cache import KVCache\nimport torch.nn", "core/cache.py": ""},
@@ -174,6 +244,30 @@ def test_the_rule_notices(tmp_path: Path, files: dict[str, str]) -> None:
 )
 def test_the_rule_lets_pass(tmp_path: Path, files: dict[str, str]) -> None:
     assert violations(plant(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "length"),
+    [
+        ({"core/a.py": "from paceline.core.b import B", "core/b.py": "from paceline.core import a"}, 2),
+        (
+            {
+                "core/a.py": "import paceline.core.b",
+                "core/b.py": "def f():\n    from .c import C",
+                "core/c.py": "from .a import A",
+            },
+            3,
+        ),
+        ({"core/a.py": "if TYPE_CHECKING:\n    from .b import B", "core/b.py": "from .a import A"}, 2),
+        ({"core/__init__.py": "from .a import A", "core/a.py": "from paceline.core import A"}, 2),
+        ({"core/a.py": "from .b import B", "core/b.py": "", "core/c.py": "from .a import A\nfrom .b import B"}, 0),
+    ],
+    ids=["two files", "inside a function", "for types", "by the package", "no circle"],
+)
+def test_a_circle_is_noticed(tmp_path: Path, files: dict[str, str], length: int) -> None:
+    found = circle(plant(tmp_path, files))
+    assert len(set(found)) == length
+    assert found[:1] == found[-1:]
 
 
 # --- who asks which class a part is -----------------------------------------------------------------------------------
@@ -200,7 +294,7 @@ def asked_for(path: Path, kinds: set[str]) -> list[str]:
         call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
         compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
         if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
-            asked.append(f"{path.name}:{node.lineno}")
+            asked.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
     return asked
 
 

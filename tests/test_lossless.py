@@ -10,7 +10,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,20 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from covering import in_turn, pairwise
 from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.core import acceptance, rules
+from paceline.core import rules
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, RoundTiming, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import RequestOutput
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, noise_key, noisy_argmax
+from paceline.core.sampling import noise_key, noisy_argmax
+from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.engine.engine import Engine, Request
@@ -43,9 +46,8 @@ from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
 from recurrent_support import (
     SIZES,
-    as_on_gpus,
+    in_torch,
     on_kernels,
-    ours,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_mtp,
@@ -67,6 +69,7 @@ from toy import (
     ToyModel,
     always,
     answers,
+    kernels_of,
     logits_after,
     make_engine,
     make_request,
@@ -94,9 +97,9 @@ DRAFTS: dict[str, Callable[[], Model]] = {
 }
 MODELS = {**TARGETS, "native": lambda: tiny_native(1)}  # "native" runs rounds in the kernels
 MODELS |= {
-    "experts": tiny_native_experts,  # mixtures of experts in the kernels
-    "experts int4": lambda: tiny_native_experts("int4"),
-    "experts bf16": lambda: tiny_native_experts(None),
+    "experts": functools.cache(tiny_native_experts),  # mixtures of experts in the kernels
+    "experts int4": functools.cache(lambda: tiny_native_experts("int4")),
+    "experts bf16": functools.cache(lambda: tiny_native_experts(None)),
 }
 MIXTURES = ["experts", "experts int4", "experts bf16"]
 MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
@@ -111,8 +114,8 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
-    "mamba2": functools.cache(lambda: ours(tiny_granite_hybrid())),
-    "delta nets as on GPUs": functools.cache(lambda: as_on_gpus(tiny_qwen3_5(**SIZES["ungrouped"]))),
+    "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
@@ -124,11 +127,11 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "llama": lambda: tiny_head(tiny_llama(), 32),
     "native": lambda: tiny_native_head(tiny_native(1), 72),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
-    "experts": lambda: tiny_native_head(tiny_native_experts(), 72),
+    "experts": lambda: tiny_native_head(MODELS["experts"](), 72),
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
-    "delta nets as on GPUs": lambda: tiny_head(MODELS["delta nets as on GPUs"](), 48),
+    "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
@@ -153,27 +156,7 @@ TORCH_HEADS: dict[str, dict[str, Callable[[], HeadModel]]] = {
     kind: {model: functools.partial(torch_head, kind, model) for model in TARGETS} for kind in IN_TORCH
 }
 DRAFTERS += ["head", "head hybrid", "parallel", *IN_TORCH]
-BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft tokens may be trees
-BRANCHING_IN_TORCH = [*BRANCHING, "head", "head hybrid", "parallel", *IN_TORCH]
-BRANCHING_NATIVELY = [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
-ON_DEVICE = [1, 4, "bass", "auto", "random", "caps", "selection"]
-BACKENDS_AND_LENGTHS = [  # length policies do not depend on the attention backend, so the second backend gets few
-    *(pytest.param("padded", k, marks=pytest.mark.slow if k in (1, "profiled") else ()) for k in LENGTHS),
-    *(pytest.param("split", k, marks=() if k in (4, "random") else pytest.mark.slow) for k in LENGTHS),
-]
-
-
-def some_slow(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
-    """Test parameters, marked slow except those in ``fast``: the slow ones cover code that the fast ones cover, too."""
-    slow = pytest.mark.slow
-    return [case if case in fast else pytest.param(*_as_tuple(case), marks=slow) for case in cases]
-
-
-def _as_tuple(case: Any) -> tuple[Any, ...]:
-    return case if isinstance(case, tuple) else (case,)
-
-
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
 REGEX = StructuredOutputs(regex="toy")  # the content is ignored: toy.ToyConstraint restricts the row
@@ -262,13 +245,16 @@ def unranked(params: SamplingParams) -> SamplingParams:
     return replace(params, n=params.answers, best_of=None, rank_by=None)
 
 
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"needs rounds in the kernels: {native.why_none()}")
+
+
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
     """Answers of plain decoding, one prompt per batch, in host rounds."""
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
     return alone
@@ -332,56 +318,37 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
             truth, scripts[drafter], ragged=drafter == "ragged", short=drafter in ("short", "ragged")
         )
     if length in policies:
-        engine.parts.policy = policies[str(length)]()
+        engine.use_policy(policies[str(length)]())
     return engine
 
 
-@pytest.mark.parametrize("model", TARGETS)
-@pytest.mark.parametrize("family", FAMILIES)
+@functools.cache
+def slow(model: str, family: str) -> list[list[list[int]]]:
+    """Answers of a model without a cache and a sampler in plain Python."""
+    target = TARGETS[model]()
+    return [
+        [slow_answer(target, prompt, params, index, EOS) for index in range(params.n)]
+        for prompt, params in zip(PROMPTS, PARAMS[family], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "family"), [*itertools.product(TARGETS, FAMILIES), ("toy", "processed"), ("llama", "processed")]
+)
 def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_python(model: str, family: str) -> None:
-    for prompt, params, alone in zip(PROMPTS, PARAMS[family], plain(model, family), strict=True):
-        slow = [slow_answer(TARGETS[model](), prompt, params, index, EOS) for index in range(params.n)]
-        assert alone == slow
+    assert plain(model, family) == slow(model, family)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize("drafter", ["model", "sometimes", "ragged"])
-@pytest.mark.parametrize("model", ["toy", "flat"])
-@pytest.mark.one_in(11)
+@pytest.mark.parametrize(
+    ("drafter", "model", "kernels"),
+    pairwise({"drafter": ["model", "sometimes", "ragged"], "model": ["toy", "flat"], "kernels": ["auto", "off"]}),
+)
 def test_rows_with_every_parameter_in_one_batch_equal_a_sampler_in_plain_python(
     model: str, drafter: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_KERNELS", kernels)
-    slow = [
-        [slow_answer(ToyModel(), prompt, params, 0, EOS)] for prompt, params in zip(PROMPTS, EVERYTHING, strict=True)
-    ]
     engine = speculative_engine(model, drafter, "random", "everything", max_batch_size=len(PROMPTS), prefill_chunk=40)
-    assert answers(run(engine, PROMPTS, EVERYTHING)) == slow
-
-
-@pytest.mark.parametrize(("backend", "length"), BACKENDS_AND_LENGTHS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(7)
-def test_coupled_and_greedy_rows_equal_plain_decoding(drafter: str, length: int | str, backend: str) -> None:
-    engine = speculative_engine("toy", drafter, length, "mixed", attention=backend, prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
-
-
-@pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(7)
-def test_greedy_equals_plain_decoding_under_both_rules(drafter: str, rule: str, backend: str) -> None:
-    engine = speculative_engine("toy", drafter, "random", "greedy", attention=backend, acceptance=rule)
-    assert answers(run(engine, PROMPTS, GREEDY)) == plain("toy", "greedy")
-
-
-@pytest.mark.parametrize("length", some_slow(LENGTHS, (4, "random", "caps", "selection")))
-@pytest.mark.parametrize("drafter", ["ngram", "always", "sometimes", "ragged"])
-@pytest.mark.one_in(7)
-def test_certain_draft_tokens_under_the_rejection_rule_are_coupled(drafter: str, length: int | str) -> None:
-    engine = speculative_engine("toy", drafter, length, "mixed", acceptance="rejection")
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+    assert answers(run(engine, PROMPTS, EVERYTHING)) == slow("toy", "everything")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
@@ -390,229 +357,21 @@ def test_restricted_rows_in_one_batch_equal_a_sampler_in_plain_python(
 ) -> None:
     monkeypatch.setenv("PACELINE_KERNELS", kernels)
     engine = speculative_engine("toy", "sometimes", "random", "processed", max_batch_size=len(PROMPTS))
-    slow = [
-        [slow_answer(ToyModel(), prompt, params, index, EOS) for index in range(params.n)]
-        for prompt, params in zip(PROMPTS, PROCESSED, strict=True)
-    ]
-    assert answers(run(engine, PROMPTS, PROCESSED)) == slow
-
-
-@pytest.mark.parametrize("model", ["toy", "llama"])
-def test_restricted_rows_decode_as_a_sampler_in_plain_python_does(model: str) -> None:
-    for prompt, params, alone in zip(PROMPTS, PROCESSED, plain(model, "processed"), strict=True):
-        assert alone == [slow_answer(TARGETS[model](), prompt, params, index, EOS) for index in range(params.n)]
-
-
-RULES_AND_LENGTHS = [(rule, k) for rule in ("coupled", "rejection") for k in (1, 4, "random", "caps", "selection")]
-
-
-@pytest.mark.parametrize(("rule", "length"), some_slow(RULES_AND_LENGTHS, [("coupled", "random")]))
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(7)
-def test_restricted_rows_equal_plain_decoding(drafter: str, length: int | str, rule: str) -> None:
-    """Under the rejection rule this holds for the greedy rows."""
-    engine = speculative_engine("toy", drafter, length, "processed", acceptance=rule, prefill_chunk=7)
-    found = answers(run(engine, PROMPTS, PROCESSED))
-    for params, answer, alone in zip(PROCESSED, found, plain("toy", "processed"), strict=True):
-        assert answer == alone or (rule == "rejection" and not params.greedy)
-
-
-@pytest.mark.parametrize("drafter", BRANCHING)
-def test_restricted_rows_equal_plain_decoding_along_trees(drafter: str) -> None:
-    engine = speculative_engine("toy", drafter, "random", "processed", speculation_width=3, prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, PROCESSED)) == plain("toy", "processed")
-
-
-needs_kernels = pytest.mark.skipif(not native.available(), reason=f"needs rounds in the kernels: {native.why_none()}")
-
-
-@needs_kernels
-@pytest.mark.parametrize("drafter", ["ngram", "hybrid", "head"])
-def test_restricted_rows_equal_plain_decoding_on_the_kernels(drafter: str) -> None:
-    engine = speculative_engine("native", drafter, "caps", "processed", prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, PROCESSED)) == plain("native", "processed")
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
-@pytest.mark.parametrize("length", [4, "random", "caps", "selection", "auto"])
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "self",
-        "model",
-        "ngram",
-        "documents",
-        "always",
-        "sometimes",
-        "ragged",
-        "short",
-        "hybrid",
-        "head",
-        "head hybrid",
-        "parallel",
-    ],
-)
-@pytest.mark.one_in(7)
-def test_rounds_of_one_native_call_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
-    """Covers families in which all, some and none of the rows need host rounds."""
-    engine = speculative_engine("native", drafter, length, family, prefill_chunk=7)
-    rounds_by = count_native_rounds(engine)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert rounds_by["natively"] > 0 or family == "everything"  # whose rows want log-probabilities
-    assert "rounds by the kernels" in engine.describe()
-    assert family != "greedy" or not rounds_by["by the host"]
+    assert answers(run(engine, PROMPTS, PROCESSED)) == slow("toy", "processed")
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("drafter", "length", "family", "width"),
-    [
-        ("assistant", "random", "mixed", 1),
-        ("assistant", 4, "siblings", 3),
-        ("assistant", "auto", "greedy", 1),
-        ("assistant", "confident", "processed", 1),
-        ("assistant hybrid", "hybrid", "everything", 1),
-        ("assistant hybrid", "sources", "mixed", 3),
-    ],
+    ("kind", "drafter", "width"),
+    pairwise({"kind": ["feature", "parallel", *IN_TORCH], "drafter": ["feature", "hybrid"], "width": [1, 3]}),
 )
-@pytest.mark.one_in(11)
-def test_rounds_with_an_assistant_equal_plain_decoding(
-    drafter: str, length: int | str, family: str, width: int
-) -> None:
-    engine = speculative_engine("gemma4", drafter, length, family, speculation_width=width, prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("gemma4", family)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("drafter", "length", "family", "width"),
-    [
-        ("model", "random", "mixed", 1),
-        ("ngram", "caps", "everything", 1),
-        ("documents", 4, "siblings", 3),
-        ("sometimes", "selection", "mixed", 1),
-        ("ragged", "random", "processed", 1),
-        ("hybrid", "sources", "mixed", 2),
-        ("head", "random", "siblings", 1),
-        ("head", 4, "mixed", 3),
-        ("head hybrid", "sources", "everything", 1),
-        ("head", "confident", "greedy", 1),
-    ],
-)
-@pytest.mark.parametrize("model", ["recurrent", "lfm2", "gemma4", "gemma4 experts"])
-@pytest.mark.one_in(7)
-def test_rounds_of_models_with_different_layers_equal_plain_decoding(
-    model: str, drafter: str, length: int | str, family: str, width: int
-) -> None:
-    options = {"speculation_width": width, "prefill_chunk": 7}
-    engine = speculative_engine(model, drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("model", "drafter", "length", "family", "width"),
-    [
-        ("experts", "model", "random", "mixed", 1),
-        ("experts", "ngram", "caps", "everything", 1),
-        ("experts", "documents", 4, "siblings", 3),
-        ("experts", "ragged", "random", "processed", 1),
-        ("experts", "hybrid", "auto", "greedy", 2),
-        ("experts", "head", 4, "mixed", 3),
-        ("experts int4", "sometimes", "selection", "mixed", 1),
-        ("experts int4", "documents", 4, "greedy", 3),
-        ("experts bf16", "sometimes", "selection", "mixed", 1),
-        ("experts bf16", "model", "random", "greedy", 1),
-        *(
-            (model, *case)
-            for model in ("lfm2 int4", "lfm2 bf16")
-            for case in (
-                ("model", "random", "mixed", 1),
-                ("documents", 4, "siblings", 3),
-                ("ragged", "caps", "greedy", 1),
-            )
-        ),
-    ],
-)
-@pytest.mark.one_in(7)
-def test_native_rounds_over_experts_and_short_convolutions_equal_plain_decoding(
-    model: str, drafter: str, length: int | str, family: str, width: int
-) -> None:
-    engine = speculative_engine(model, drafter, length, family, speculation_width=width, prefill_chunk=7)
-    rounds_by = count_native_rounds(engine)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
-    assert rounds_by["natively"] > 0 or family in ("everything", "processed")
-
-
-@pytest.mark.parametrize("kind", OTHER_STATES)
-@pytest.mark.parametrize(
-    ("drafter", "length", "family", "width"),
-    some_slow(
-        [
-            ("model", "random", "mixed", 1),
-            ("ngram", "caps", "everything", 1),
-            ("documents", 4, "siblings", 3),
-            ("ragged", "selection", "processed", 1),
-            ("hybrid", "hybrid", "greedy", 2),
-        ],
-        [("model", "random", "mixed", 1), ("documents", 4, "siblings", 3)],
-    ),
-)
-def test_rounds_over_other_kinds_of_states_equal_plain_decoding(
-    drafter: str, length: int | str, family: str, width: int, kind: str
-) -> None:
-    engine = speculative_engine(kind, drafter, length, family, speculation_width=width, prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "length", "family", "width"),
-    some_slow(
-        [
-            ("model", "random", "mixed", 1),
-            ("model", "caps", "greedy", 3),
-            ("model", "auto", "siblings", 2),
-            ("head", "random", "mixed", 1),
-            ("head", 4, "greedy", 2),
-            ("ngram", "caps", "greedy", 1),
-            ("none", 4, "siblings", 1),
-        ],
-        [("model", "caps", "greedy", 3), ("head", "random", "mixed", 1)],
-    ),
-)
-def test_device_rounds_over_states_equal_plain_decoding(
-    drafter: str, length: int | str, family: str, width: int
-) -> None:
-    kind, options = "delta nets as on GPUs", {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
-    engine = speculative_engine(kind, drafter, length, family, speculation_width=width, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(kind, family)
-    assert engine.runners.rounds["device"] > 10
-    assert engine.runners.rounds["host"] == 0 or family == "mixed"
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", ["greedy", "mixed", "everything"])
-@pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel", "parallel hybrid"])
-@pytest.mark.one_in(11)
-def test_a_native_head_equals_plain_decoding_in_host_and_native_rounds(drafter: str, family: str) -> None:
-    engine = speculative_engine("native", drafter, "random", family, prefill_chunk=7)
-    engine.parts.native = None
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-
-
-@needs_kernels
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kind", ["feature", "parallel", *IN_TORCH])
-@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-@pytest.mark.one_in(11)
 def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
     target = tiny_native(1)
     documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
     engine = make_engine(target, make(target, 72), eos=EOS, **options)
-    engine.parts.policy = RandomLength(seed=4)
+    engine.use_policy(RandomLength(seed=4))
     assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
@@ -631,21 +390,24 @@ def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str
 @needs_kernels
 def test_the_description_names_a_rule_without_native_kernel() -> None:
     engine = speculative_engine("native", "self", 3, "mixed", acceptance="synthetic:0.8", benchmark=True)
-    assert engine.parts.native is None
+    assert engine.rounds.choice.kernels is None
     assert "rounds by the host (the kernels do not have this acceptance rule)" in engine.describe()
 
 
 def count_native_rounds(engine: Engine) -> Counter[str]:
     """Counter of rounds, "natively" or "by the host", that grows as rounds run."""
-    runner, rounds_by = engine.parts.native, Counter[str]()
-    assert runner is not None
-    suits = runner.can_run
+    native, parts, rounds_by = kernels_of(engine).native, engine.parts, Counter[str]()
+    run_natively, verify = native.run, parts.verify_and_commit
 
-    def counted(rule: acceptance.AcceptanceRule, draft: Draft) -> bool:
-        rounds_by["natively" if suits(rule, draft) else "by the host"] += 1
-        return suits(rule, draft)
+    def natively(draft: Draft) -> Verdict:
+        rounds_by["natively"] += 1
+        return run_natively(draft)
 
-    runner.can_run = counted  # type: ignore[method-assign]
+    def by_the_host(batch: Batch, draft: Draft) -> Verdict:
+        rounds_by["by the host"] += 1
+        return verify(batch, draft)
+
+    native.run, parts.verify_and_commit = natively, by_the_host  # type: ignore[method-assign]
     return rounds_by
 
 
@@ -654,7 +416,7 @@ def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
     engine = speculative_engine("native", "ngram", 4, "greedy")
     asked, rule = [], engine.parts.accept
 
-    def watched(draft: Draft, logits: torch.Tensor, batch: Batch) -> Verdict:
+    def watched(draft: DraftTensors, logits: torch.Tensor, batch: Batch) -> Accepted:
         asked.append(draft.k)
         return rule(draft, logits, batch)
 
@@ -663,46 +425,31 @@ def test_a_rule_that_replaces_the_engines_own_is_called() -> None:
     assert asked
 
 
-@pytest.mark.parametrize("family", some_slow(FAMILIES, ("mixed",)))  # some of its rows are greedy
 @pytest.mark.parametrize(
-    ("backend", "drafter"),
-    some_slow(
-        itertools.product(["padded", "split"], DRAFTERS),
-        [*itertools.product(["padded"], DRAFTERS), ("split", "model"), ("split", "ragged")],
-    ),
-)
-@pytest.mark.one_in(11)
-def test_a_real_transformer_equals_its_plain_decoding(drafter: str, backend: str, family: str) -> None:
-    engine = speculative_engine("llama", drafter, "random", family, attention=backend, prefill_chunk=11)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
-
-
-def equal_with_ragged_attention(model: str, drafter: str, deterministic: bool, places: list[int]) -> bool:
+    ("model", "drafter", "deterministic", "prompts"),
+    [
+        ("toy", "model", False, [5, 7]),
+        ("llama", "model", True, [5, 7]),
+        *(pytest.param(*case, range(5), marks=pytest.mark.slow) for case in pairwise(
+            {"model": ["toy", "llama"], "drafter": ["model", "ragged"], "deterministic": [False, True]}
+        )),
+    ],
+)  # fmt: skip
+def test_ragged_attention_equals_plain_decoding(
+    model: str, drafter: str, deterministic: bool, prompts: Sequence[int]
+) -> None:
     """Through Triton's interpreter where there is no GPU: slow."""
     pytest.importorskip("triton", reason="triton is not installed")
     options = {"attention": "ragged", "deterministic": deterministic, "max_batch_size": 7}
     engine = speculative_engine(model, drafter, "random", "mixed", prefill_chunk=40, **options)
-    found = answers(run(engine, [PROMPTS[i] for i in places], [MIXED[i] for i in places]))
-    return found == [plain(model, "mixed")[i] for i in places]
+    found = answers(run(engine, [PROMPTS[i] for i in prompts], [MIXED[i] for i in prompts]))
+    assert found == [plain(model, "mixed")[i] for i in prompts]
 
 
-@pytest.mark.parametrize(("model", "deterministic"), [("toy", False), ("llama", True)])
-def test_ragged_attention_equals_plain_decoding(model: str, deterministic: bool) -> None:
-    assert equal_with_ragged_attention(model, "model", deterministic, [5, 7])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("drafter", ["model", "ragged"])
-@pytest.mark.parametrize("model", ["toy", "llama"])
-def test_ragged_attention_equals_plain_decoding_in_company(model: str, drafter: str, deterministic: bool) -> None:
-    assert equal_with_ragged_attention(model, drafter, deterministic, [0, 1, 2, 3, 4])
-
-
-@pytest.mark.parametrize(("drafter", "length"), [("echo", 4), ("ngram", "careful"), ("echo", "careful")])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("model", ["toy", "native"])
-@pytest.mark.one_in(11)
+@pytest.mark.parametrize(
+    ("drafter", "length", "model", "family"),
+    [("echo", 4, "toy", "mixed"), ("ngram", "careful", "native", "greedy"), ("echo", "careful", "native", "mixed")],
+)
 def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
     model: str, drafter: str, length: int | str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -713,77 +460,107 @@ def test_drafters_and_lengths_of_another_package_equal_plain_decoding(
     assert any(answer.metrics.drafted for output in outputs for answer in output.candidates)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "length"),
-    some_slow(
-        [*itertools.product(["model", "self", "head", "ngram", "none"], ON_DEVICE)],
-        [
-            *itertools.product(["model", "self"], ON_DEVICE),
-            *itertools.product(["head", "ngram"], [4, "auto", "random"]),
-            ("none", 4),
-        ],
-    ),  # without a drafter there is no length
-)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.one_in(11)
-def test_device_rounds_equal_plain_decoding(drafter: str, length: int | str, family: str) -> None:
-    """In the mixed family the device runs some rounds and the host the others."""
-    options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7}
-    engine = speculative_engine("toy", drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
+# --- any drafter, length, rule, backend and family --------------------------------------------------------------------
+
+ON_DEVICE = {"rounds": "device", "attention": "padded"}
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {  # a model, and options that decide how its rounds run
+    "toy": ("toy", {"attention": "padded"}),
+    "toy, split": ("toy", {"attention": "split"}),
+    "toy on the device": ("toy", ON_DEVICE),
+    "flat": ("flat", {"attention": "auto"}),  # it asserts that it is fed exactly the real tokens
+    "llama": ("llama", {"attention": "padded"}),
+    "llama, split": ("llama", {"attention": "split"}),
+    "native by the host": ("native", {}),
+    "delta nets on the device": ("delta nets in torch", ON_DEVICE),
+    **{model: (model, {}) for model in MODELS if model not in TARGETS},
+}
+IN_TORCH_ONLY = {*TARGETS, "toy, split", "toy on the device", "llama, split", "delta nets on the device", *OTHER_STATES}
+IN_ONE_CALL = PLACES.keys() - IN_TORCH_ONLY - {"native by the host"}
+OF_A_MODEL = ["model", "self", "head", "parallel", *IN_TORCH, "assistant"]  # drafters that give likelihoods
+HYBRIDS = ["hybrid", "head hybrid", "parallel hybrid", "assistant hybrid"]
+CERTAIN = {"ngram", "documents", "never", "always", "sometimes", "ragged", "short"}  # without distributions
+OTHER_LAYERS = ["model", "ngram", "documents", "sometimes", "ragged", "hybrid", "head", "head hybrid"]
+DRAFTERS_OF = {
+    **dict.fromkeys(("toy", "flat", "llama"), DRAFTERS),
+    "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
+    "toy on the device": ["model", "self", "ngram", "head", "none"],
+    "llama, split": ["model", "ragged", "head hybrid"],
+    "native": [*(each for each in DRAFTERS if each not in IN_TORCH), "parallel hybrid"],
+    "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
+    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
+    "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
+    "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
+    **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
+    **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
+    "delta nets on the device": ["model", "ngram", "head", "none"],
+}
+BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
+DRAFTERS_FOR = {
+    **dict.fromkeys((1, "bass", "profiled"), BY_BATCH),
+    **dict.fromkeys(("stops", "confident", "budget"), (*OF_A_MODEL, *HYBRIDS, "ngram")),
+    **dict.fromkeys(("hybrid", "sources"), (*HYBRIDS, "ragged")),  # these weigh n-gram drafts against a model's
+}
+DEVICE_LENGTHS = [1, 4, "bass", "auto", "random", "caps", "selection"]
+DEVICE_FAMILIES = [
+    "greedy",
+    "mixed",
+    "siblings",
+]  # in the mixed one the device runs some rounds and the host the others
+FEW_LENGTHS = [4, "random", "caps", "selection", "confident", "sources"]  # where lengths are not the point
+FACTORS = {
+    "place": PLACES,
+    "drafter": [*DRAFTERS, "parallel hybrid", "assistant", "assistant hybrid", "none"],
+    "length": [*LENGTHS, "budget", "hybrid", "sources"],
+    "family": [*PARAMS],
+    "rule": ["coupled", "rejection"],
+    "rows": [4, 2, len(PROMPTS)],
+    "chunk": [7, 3, 1000],
+}
+ONLY: dict[tuple[str, Any], dict[str, Collection[Any]]] = {
+    **{("place", place): {"drafter": drafters} for place, drafters in DRAFTERS_OF.items()},
+    **{("length", length): {"drafter": drafters} for length, drafters in DRAFTERS_FOR.items()},
+    ("drafter", "none"): {"length": [4], "rule": ["coupled"]},  # without a drafter there is no choice of either
+    ("rule", "rejection"): {"family": ["greedy", "mixed", "siblings", "processed"]},  # families with greedy rows
+}
+for _place in PLACES:
+    if "device" in _place:
+        ONLY["place", _place] |= {"length": DEVICE_LENGTHS, "family": DEVICE_FAMILIES}
+    elif _place not in ("toy", "flat", "llama", "native"):
+        ONLY["place", _place] |= {"length": FEW_LENGTHS}
+ONLY["place", "delta nets on the device"] |= {"length": [4, "auto", "random"], "chunk": [7]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize(
-    ("drafter", "length"),
-    some_slow(
-        [*itertools.product(["model", "self", "head"], ON_DEVICE)],
-        [("model", 4), ("model", "auto"), ("model", "random"), ("self", 4), ("self", "caps"), ("head", "random")],
-    ),
-)
-@pytest.mark.one_in(11)
-def test_trees_in_device_rounds_equal_plain_decoding(drafter: str, length: int | str, width: int, family: str) -> None:
-    """Rounds of rows with penalties or log-probabilities run on the host."""
-    options = {"rounds": "device", "attention": "padded", "prefill_chunk": 7, "speculation_width": width}
-    engine = speculative_engine("toy", drafter, length, family, **options)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
-    assert f", width {width}," in engine.describe()
+def on_kernels_where_needed(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Test parameters that begin with a place of ``PLACES``."""
+    return [pytest.param(*case, marks=() if case[0] in IN_TORCH_ONLY else needs_kernels) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "length",
-    some_slow(["random", "caps", "selection", "stops", "auto", "budget", "confident"], ("random", "auto", "selection")),
-)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.one_in(11)
-def test_a_model_with_attention_of_its_own_is_fed_exactly_the_real_tokens(drafter: str, length: str) -> None:
-    engine = speculative_engine("flat", drafter, length, "mixed", attention="auto", prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+def engine_in(place: str, drafter: str, length: int | str, family: str, **options: Any) -> Engine:
+    """An engine whose rounds run in a place of ``PLACES``."""
+    model, own = PLACES[place]
+    engine = speculative_engine(model, drafter, length, family, **own, **options)
+    if place == "native by the host":
+        engine.rounds.choice.kernels = None
+    return engine
 
 
-@pytest.mark.parametrize("model", ["toy", "flat", pytest.param("native", marks=needs_kernels)])
-@pytest.mark.parametrize(
-    ("drafter", "length", "family", "width"),
-    [
-        ("hybrid", "hybrid", "mixed", 1),
-        ("hybrid", "sources", "mixed", 1),
-        ("hybrid", "sources", "greedy", 3),
-        ("head hybrid", "sources", "everything", 1),
-        ("ragged", "hybrid", "mixed", 1),
-    ],
-)
-def test_weighing_ngram_drafts_against_a_draft_model_row_by_row_equals_plain_decoding(
-    drafter: str, length: str, family: str, width: int, model: str
+@pytest.mark.parametrize(tuple(FACTORS), on_kernels_where_needed(pairwise(FACTORS, ONLY)))
+def test_answers_equal_plain_decoding(
+    place: str, drafter: str, length: int | str, family: str, rule: str, rows: int, chunk: int
 ) -> None:
-    engine = speculative_engine(model, drafter, length, family, prefill_chunk=7, speculation_width=width)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy" if model == "flat" else model, family)
-
-
-@pytest.mark.parametrize("model", ["toy", pytest.param("native", marks=needs_kernels)])
-def test_greedy_answers_of_mixed_rounds_are_plain_ones_under_the_rejection_rule(model: str) -> None:
-    engine = speculative_engine(model, "hybrid", "sources", "greedy", acceptance="rejection", prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, PARAMS["greedy"])) == plain(model, "greedy")
+    """Under the rejection rule draft tokens with distributions change sampled answers, and no greedy one."""
+    engine = engine_in(place, drafter, length, family, acceptance=rule, max_batch_size=rows, prefill_chunk=chunk)
+    rounds_by = count_native_rounds(engine) if place in IN_ONE_CALL and "assistant" not in drafter else None
+    found, alone = answers(run(engine, PROMPTS, PARAMS[family])), plain(PLACES[place][0], family)
+    for params, answer, expected in zip(PARAMS[family], found, alone, strict=True):
+        assert answer == expected or (rule == "rejection" and drafter not in CERTAIN and not params.greedy)
+    if rounds_by is not None and rule == "coupled":  # rows of some families need rounds by the host
+        assert rounds_by["natively"] > 0 or family in ("everything", "processed") or rows > 4
+        assert family != "greedy" or not rounds_by["by the host"]
+        assert "rounds by the kernels" in engine.describe()
+    if "device" in place and family == "greedy" and length != "selection":  # this policy reads draft tokens on the host
+        assert engine.rounds.counts["device"] > 10
+        assert not engine.rounds.counts["host"]
 
 
 def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
@@ -802,17 +579,18 @@ def references_of(kind: str, model: str, family: str) -> list[list[list[int]]]:
     return [[[rng.randrange(VOCAB) for _ in range(2000)], [*each[::-1], *each] * 3, [each[0]] * 99] for each in right]
 
 
-@pytest.mark.parametrize("family", ["siblings", pytest.param("mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("drafter", "length"),
-    [
-        ("ngram", "selection"),
-        ("hybrid", "caps"),
-        *(pytest.param("ngram", length, marks=pytest.mark.slow) for length in (4, "auto", "caps")),
-        *(pytest.param("hybrid", length, marks=pytest.mark.slow) for length in (4, "auto", "selection")),
-    ],
+    ("kind", "drafter", "length", "family"),
+    pairwise(
+        {
+            "kind": ["right", "nearly", "wrong", "hostile"],
+            "drafter": ["ngram", "hybrid"],
+            "length": ["selection", "caps", 4, "auto"],
+            "family": ["siblings", "mixed"],
+        },
+        {("length", "auto"): {"kind": ["nearly", "hostile"]}, ("length", 4): {"kind": ["right", "wrong"]}},
+    ),
 )
-@pytest.mark.parametrize("kind", ["right", "nearly", "wrong", "hostile"])
 def test_references_and_siblings_change_no_answer(kind: str, drafter: str, length: int | str, family: str) -> None:
     rule = (
         "rejection" if drafter == "ngram" and kind in ("right", "hostile") else "coupled"
@@ -834,16 +612,7 @@ def test_four_samples_drafted_from_each_other_equal_four_alone(model: str, rows:
     assert answers(run(engine, PROMPTS, SIBLINGS)) == plain(model, "siblings")
 
 
-@pytest.mark.parametrize("length", [1, 4, "bass"])
-@pytest.mark.parametrize("drafter", ["model", "sometimes"])
-def test_a_real_transformer_equals_its_plain_decoding_at_any_length(drafter: str, length: int | str) -> None:
-    engine = speculative_engine("llama", drafter, length, "mixed")
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("llama", "mixed")
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 3), (2, 1), (3, 1000), (5, 1), (16, 3)])
 def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> None:
     order = random.Random(10 * rows + chunk).sample(range(len(PROMPTS)), len(PROMPTS))
     engine = speculative_engine("toy", "model", "random", "mixed", max_batch_size=rows, prefill_chunk=chunk)
@@ -851,24 +620,25 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
     assert found == [plain("toy", "mixed")[i] for i in order]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LEAVING = {
+    "toy": [each for each in DRAFTERS if each not in ("never", "always", "sometimes", "short")],
+    "toy on the device": ["model", "self", "head", "ngram", "none"],
+    "flat": ["model", "documents", "hybrid", "head"],
+    "native": ["self", "ngram", "documents", "model", "hybrid", "head", "head hybrid", "parallel", "parallel hybrid"],
+    **dict.fromkeys(("recurrent", "lfm2"), ("model", "ngram", "head")),
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "drafter", "rounds"),
-    [
-        *itertools.product(["toy", "flat"], DRAFTERS, ["host"]),
-        *itertools.product(["toy"], ["model", "self", "head", "ngram", "none"], ["device"]),
-        *itertools.product(["native"], ["self", *BRANCHING_NATIVELY], ["host"]),
-        *itertools.product(["recurrent", "lfm2"], ["model", "ngram", "head"], ["host"]),
-    ],
+    ("place", "drafter", "family"),
+    on_kernels_where_needed(
+        (place, *case) for place, drafters in LEAVING.items() for case in in_turn(drafters, ("greedy", "mixed"))
+    ),
 )
-@pytest.mark.one_in(7)
-def test_random_arrivals_cancellations_and_time_outs_change_no_answer(
-    model: str, drafter: str, rounds: str, family: str
-) -> None:
+def test_random_arrivals_cancellations_and_time_outs_change_no_answer(place: str, drafter: str, family: str) -> None:
     """Slots pass from one sequence to the next while others decode; an answer cut short begins as the whole one."""
-    rng = random.Random(f"{model}, {drafter}, {rounds}, {family}")
-    options = {"rounds": rounds, "attention": "padded"} if rounds == "device" else {}
-    engine = speculative_engine(model, drafter, "random", family, max_batch_size=3, prefill_chunk=4, **options)
+    rng, model = random.Random(f"{place}, {drafter}, {family}"), PLACES[place][0]
+    engine = engine_in(place, drafter, "random", family, max_batch_size=3, prefill_chunk=4)
     waiting = rng.sample(range(len(PROMPTS)), len(PROMPTS)) * 3
     outputs: list[tuple[int, RequestOutput]] = []
     while waiting or engine.busy:
@@ -911,14 +681,21 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
     alone = []
     for prompt, params in zip(prompts, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, prefix_cache=False)
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     return prompts, alone
 
 
-@pytest.mark.parametrize(("drafter", "rows"), [("model", 3), ("hybrid", 6)])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.one_in(7)
+REUSING = [("model", 3), ("hybrid", 6)]  # drafters and rows
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter", "rows"),
+    [
+        (model, *case)  # the precision of weights has no part in it
+        for model, case in in_turn((each for each in MODELS if "int4" not in each and "bf16" not in each), REUSING)
+    ],
+)
 def test_cached_prefixes_change_no_answer(model: str, drafter: str, rows: int) -> None:
     """Next chat turns and prompts with a common prefix, some of them aborted, in rows that move."""
     rng, family = random.Random(rows), "mixed"
@@ -1007,10 +784,17 @@ def ranked_answers(outputs: list[RequestOutput]) -> list[list[int]]:
     return [[answer.index for answer in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize("model", ["toy", "flat"])
-@pytest.mark.parametrize("drafter", some_slow(["model", "ngram", "sometimes", "ragged", "none"], ("model", "ragged")))
-@pytest.mark.one_in(7)
+@pytest.mark.parametrize(
+    ("drafter", "model", "kernels"),
+    [
+        ("model", "toy", "auto"),
+        ("model", "flat", "off"),
+        ("ngram", "flat", "auto"),
+        ("ragged", "toy", "off"),
+        ("ragged", "flat", "auto"),
+        ("none", "toy", "auto"),
+    ],
+)
 def test_ranking_changes_no_answer_and_speculation_no_rank(
     drafter: str, model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1029,7 +813,6 @@ def test_ranking_changes_no_answer_and_speculation_no_rank(
 
 
 @pytest.mark.parametrize("length", [0, 4, "auto", "random"])
-@pytest.mark.one_in(7)
 def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No round moves to the host for ranking, also with unranked requests in the batch."""
     params = [
@@ -1045,7 +828,7 @@ def test_ranking_stays_on_the_device(length: int | str, monkeypatch: pytest.Monk
         "toy", drafter, 4 if length == 0 else length, "mixed", rounds="device", attention="padded"
     )
     outputs = run(engine, prompts, params)
-    assert engine.runners.rounds["host"] == 0, "a round was taken off the device"
+    assert engine.rounds.counts["host"] == 0, "a round was taken off the device"
     for output, host in zip(outputs, expected, strict=True):
         assert [answer.token_ids for answer in output.outputs] == [answer.token_ids for answer in host.outputs]
     assert ranked_answers(outputs) == [[answer.index for answer in output.outputs] for output in expected]
@@ -1076,35 +859,36 @@ def tree_engine(
     ragged = shape in ("random", "two roots")
     engine.parts.drafter = ScriptedTrees(truth, scripts[script], ragged=ragged, short=ragged, shape=SHAPES[shape])
     if length == "random":
-        engine.parts.policy = RandomLength(seed=len(shape), longest=14)
+        engine.use_policy(RandomLength(seed=len(shape), longest=14))
     return engine
 
 
-@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.one_in(11)
-def test_trees_equal_plain_decoding(shape: str, script: str, backend: str) -> None:
-    engine = tree_engine("toy", script, shape, "mixed", attention=backend, prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+TREES = {
+    "place": ["toy", "toy, split", "flat", "llama", "llama, split", "native"],
+    "shape": SHAPES,
+    "script": ["never", "always", "sometimes"],
+    "length": ["random", 1, 8, "bass", "auto", "profiled", "caps", "selection", "budget"],
+    "family": ["mixed", "greedy"],
+    "kernels": ["auto", "off"],
+}
+ANY_LENGTH = {("length", length): {"shape": ["random", "binary"]} for length in TREES["length"] if length != "random"}
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(11)
-def test_trees_of_a_model_with_attention_of_its_own_equal_plain_decoding(
-    shape: str, script: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    tuple(TREES), on_kernels_where_needed(pairwise(TREES, {**ANY_LENGTH, ("place", "native"): {"kernels": ["auto"]}}))
+)
+def test_trees_equal_plain_decoding(
+    place: str, shape: str, script: str, length: int | str, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "chosen", lambda: native.select(kernels))
-    engine = tree_engine("flat", script, shape, "mixed", attention="auto", prefill_chunk=7)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
-
-
-@pytest.mark.parametrize("length", [1, 8, "bass", "auto", "profiled", "caps", "selection", "budget"])
-def test_trees_equal_plain_decoding_at_any_length(length: int | str) -> None:
-    engine = tree_engine("flat", "sometimes", "random", "mixed", length, attention="auto")
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("toy", "mixed")
+    model, options = PLACES[place]
+    engine = tree_engine(model, script, shape, family, length, **options, prefill_chunk=7)
+    rounds_by = count_native_rounds(engine) if place == "native" else None
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
+    if rounds_by is not None:
+        assert rounds_by["natively"] > 0
+        assert family != "greedy" or not rounds_by["by the host"]
+        assert "rounds by the kernels" in engine.describe()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -1117,7 +901,7 @@ def test_the_likely_parts_of_trees_equal_plain_decoding(shape: str) -> None:
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         chosen = select(batch, draft)
-        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.counts.tolist()).draft_tokens)
+        moved.append(chosen.k > 1 and chosen.draft_tokens != draft.first(chosen.drafted).draft_tokens)
         return chosen
 
     policy.select = watched  # type: ignore[method-assign]
@@ -1135,15 +919,7 @@ def test_every_parameter_applies_along_the_path_of_a_tree(
     assert answers(run(engine, PROMPTS, EVERYTHING)) == plain("toy", "everything")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", ["padded", "split"])
-def test_a_real_transformers_trees_equal_its_plain_decoding(backend: str, family: str) -> None:
-    engine = tree_engine("llama", "sometimes", "random", family, attention=backend)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("llama", family)
-
-
 @pytest.mark.parametrize(("model", "deterministic"), [("toy", False), ("llama", True)])
-@pytest.mark.wide
 def test_trees_through_ragged_attention_equal_plain_decoding(model: str, deterministic: bool) -> None:
     """Through Triton's interpreter where there is no GPU: slow."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -1212,95 +988,75 @@ def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pyte
 
 def count_siblings(engine: Engine) -> Counter[str]:
     """Counter of accepted paths: "nothing", "first" (the first draft tokens) or "sibling", and of rounds with trees."""
-    verify, kept = engine.parts.verify_and_commit, Counter[str]()
+    observe, kept = engine.parts.drafter.observe, Counter[str]()
 
-    def counted(batch: Batch, draft: Draft) -> Verdict:
-        verdict = verify(batch, draft)
-        for row, taken in enumerate(verdict.host.accepted):
-            path = list(range(taken)) if verdict.path is None else verdict.path[row, :taken].tolist()
+    def counted(batch: Batch, verdict: Verdict) -> None:
+        for row, taken in enumerate(verdict.accepted):
+            path = list(range(taken)) if verdict.path is None else verdict.path[row]
             kept["nothing" if not path else "first" if path == list(range(taken)) else "sibling"] += 1
-        kept["trees"] += draft.parents is not None
-        return verdict
+        kept["trees"] += verdict.parents is not None
+        observe(batch, verdict)
 
-    engine.parts.verify_and_commit = counted  # type: ignore[method-assign]
+    engine.parts.drafter.observe = counted  # type: ignore[method-assign]
     return kept
 
 
-DRAFTED: list[tuple[int | str, int, str]] = [
-    *((length, 2, "mixed") for length in (1, "random", "caps", "selection", "stops", "budget")),
-    *((4, width, "mixed") for width in (2, 4)),
-    (4, 3, "everything"),
-]
+BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft tokens may be trees
+BRANCHING_OF = {
+    **dict.fromkeys(("toy", "flat"), (*BRANCHING, "head", "head hybrid", "parallel", *IN_TORCH)),
+    "toy, split": ["documents", "model", "head", "chimera"],
+    "toy on the device": ["model", "self", "head"],
+    "llama": ["documents", "model", "hybrid", "head", "parallel", *IN_TORCH],
+    "llama, split": ["model", "head hybrid"],
+    "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"],
+    "native by the host": ["head", "parallel hybrid"],
+    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts"), ("documents", "hybrid", "head")),
+    "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
+    **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
+    "mamba2": ["hybrid"],
+    "delta nets in torch": ["documents"],
+    "delta nets on the device": ["model"],
+}
+ALWAYS_TREES = (1, 4, "random", "caps", "selection", "stops")  # other policies may reduce a tree to chains
+DRAFTED_TREES = {
+    "place": BRANCHING_OF,
+    "drafter": [*BRANCHING, "self", *OF_A_MODEL[2:], *HYBRIDS[1:]],
+    "length": [*ALWAYS_TREES, "auto", "budget", "hybrid", "sources"],
+    "width": [2, 3, "auto"],
+    "family": FACTORS["family"],
+}
+ONLY_TREES: dict[tuple[str, Any], dict[str, Collection[Any]]] = {
+    **{("place", place): {"drafter": drafters} for place, drafters in BRANCHING_OF.items()},
+    **{("length", length): {"drafter": HYBRIDS} for length in ("hybrid", "sources")},
+    ("length", 1): {"drafter": BY_BATCH},
+    ("length", "stops"): {"drafter": ["model", "head", "head hybrid", "parallel"]},
+    ("length", "budget"): {"drafter": ["documents", "model", "hybrid", "head"]},
+    **{("drafter", drafter): {"length": [4, "random", "sources"]} for drafter in ("assistant", "assistant hybrid")},
+    ("width", "auto"): {"place": ["native"], "length": [4]},
+}
+for _place in BRANCHING_OF:
+    if "device" in _place:
+        ONLY_TREES["place", _place] |= {"length": [4, "auto", "random"], "family": ["greedy", "mixed"]}
+    elif _place not in ("toy", "flat", "native"):
+        ONLY_TREES["place", _place] |= {"length": [4, "random", "sources"], "family": ["mixed", "siblings"]}
 
 
-@pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
-@pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
-@pytest.mark.one_in(11)
-def test_drafted_trees_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
-    engine = speculative_engine("flat", drafter, length, family, speculation_width=width, prefill_chunk=7)
-    kept = count_siblings(engine)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("toy", family)
-    assert kept["trees"] > 0 or length == "budget"  # this policy may reduce a tree to chains
-    assert f", width {width}," in engine.describe()
-
-
-@pytest.mark.parametrize("backend", ["padded", "split"])
-@pytest.mark.parametrize("model", ["toy", "llama"])
-@pytest.mark.parametrize("drafter", BRANCHING_IN_TORCH)
-@pytest.mark.one_in(11)
-def test_drafted_trees_with_any_attention_equal_plain_decoding(drafter: str, model: str, backend: str) -> None:
-    engine = speculative_engine(model, drafter, 4, "mixed", speculation_width=3, attention=backend, prefill_chunk=7)
-    kept = count_siblings(engine)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
-    assert kept["trees"] > 0
-    assert kept["sibling"] > 0 or drafter == "ngram"
-
-
-@needs_kernels
-@pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-def test_drafted_trees_equal_plain_decoding_in_host_and_native_rounds(drafter: str) -> None:
-    engine = speculative_engine("native", drafter, 4, "mixed", speculation_width=2, prefill_chunk=7)
-    kept, rounds_by = count_siblings(engine), count_native_rounds(engine)
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
-    assert kept["sibling"] > 0
-    assert min(rounds_by["natively"], rounds_by["by the host"]) > 0
-    assert "rounds by the kernels;" in engine.describe()
-
-
-@needs_kernels
-@pytest.mark.parametrize("width", [1, "auto", 2, 4])
-@pytest.mark.parametrize("drafter", BRANCHING_NATIVELY)
-@pytest.mark.one_in(11)
-def test_rounds_run_in_one_native_call_at_any_width(drafter: str, width: int | str) -> None:
-    engine = speculative_engine("native", drafter, 4, "greedy", speculation_width=width)
-    kept, rounds_by = count_siblings(engine), count_native_rounds(engine)
-    assert answers(run(engine, PROMPTS, GREEDY)) == plain("native", "greedy")
-    assert (kept["trees"] == 0) == (engine.parts.drafter.width == 1)
-    assert not rounds_by["by the host"]
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("script", ["never", "always", "sometimes"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.one_in(11)
-def test_trees_in_rounds_of_one_native_call_equal_plain_decoding(shape: str, script: str, family: str) -> None:
-    engine = tree_engine("native", script, shape, family, prefill_chunk=7)
-    rounds_by = count_native_rounds(engine)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert rounds_by["natively"] > 0
-    assert family != "greedy" or not rounds_by["by the host"]
-
-
-@needs_kernels
-@pytest.mark.parametrize(("length", "width", "family"), DRAFTED)
-@pytest.mark.parametrize("drafter", ["head", "head hybrid", "parallel"])
-@pytest.mark.one_in(11)
-def test_trees_of_a_native_head_equal_plain_decoding(drafter: str, width: int, length: int | str, family: str) -> None:
-    engine = speculative_engine("native", drafter, length, family, speculation_width=width, prefill_chunk=7)
-    kept = count_siblings(engine)
-    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain("native", family)
-    assert kept["trees"] > 0 or length == "budget"
+@pytest.mark.parametrize(tuple(DRAFTED_TREES), on_kernels_where_needed(pairwise(DRAFTED_TREES, ONLY_TREES)))
+def test_drafted_trees_equal_plain_decoding(
+    place: str, drafter: str, length: int | str, width: int | str, family: str
+) -> None:
+    engine = engine_in(place, drafter, length, family, speculation_width=width, prefill_chunk=7)
+    kept, in_one_call = count_siblings(engine), place in IN_ONE_CALL and "assistant" not in drafter
+    rounds_by = count_native_rounds(engine) if in_one_call else None
+    assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(PLACES[place][0], family)
+    assert width == "auto" or f", width {width}," in engine.describe()
+    if "device" not in place:
+        assert (kept["trees"] > 0) == (engine.parts.drafter.width > 1) or length not in ALWAYS_TREES
+        assert kept["sibling"] > 0 or (length, width, family) != (4, 3, "mixed") or drafter == "ngram"
+    if rounds_by is not None:
+        assert rounds_by["natively"] > 0 or family in ("everything", "processed")
+        assert family != "greedy" or not rounds_by["by the host"]
+        assert "rounds by the kernels" in engine.describe()
 
 
 @pytest.mark.parametrize("model", [*TARGETS, "native"])  # the others cannot draft
@@ -1328,15 +1084,13 @@ def test_other_rules_draft_chains_and_refuse_a_width(rule: str) -> None:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize(
-    ("model", "length"),
-    some_slow(
-        itertools.product(TARGETS, LENGTHS),
-        [*itertools.product(["toy"], LENGTHS), ("flat", "random"), ("llama", "random")],
+    ("length", "model", "rule"),
+    pairwise(
+        {"length": LENGTHS, "model": TARGETS, "rule": ["coupled", "rejection"]},
+        {("model", model): {"length": ["auto", "random"]} for model in ("flat", "llama")},
     ),
 )
-@pytest.mark.one_in(11)
 def test_a_model_that_drafts_for_itself_is_always_accepted(model: str, rule: str, length: int | str) -> None:
     engine = speculative_engine(model, "self", length, "mixed", acceptance=rule, prefill_chunk=7)
     for output in run(engine, PROMPTS, MIXED):
@@ -1367,11 +1121,11 @@ def test_many_plain_rounds_leave_nothing_stale_in_the_draft_cache(rule: str) -> 
             return SpeculationPlan(0) if 10 < self.round <= 510 else policy.choose(batch)
 
         def observe(self, batch: Batch, verdict: Verdict) -> None:
-            accepted, drafted = verdict.host.accepted, verdict.host.drafted
+            accepted, drafted = verdict.accepted, verdict.drafted
             tally["before" if self.round <= 10 else "after"].append((sum(accepted), sum(drafted)))
 
     tally: dict[str, list[tuple[int, int]]] = {"before": [], "after": []}
-    engine.parts.policy = Phases()
+    engine.use_policy(Phases())
     assert drafter.decoders
     outputs = [
         engine.add(Request([seed, 2, 3], SamplingParams(seed=seed, max_tokens=600, temperature=0.5)))
@@ -1401,7 +1155,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted_after_plain_rounds(
     """With the target as its own draft model, a single stale key would cause rejections."""
     engine = make_engine(ToyModel(), ToyModel(), drafter="model")
     rng = random.Random(0)
-    engine.parts.policy = RandomLength()
+    engine.use_policy(RandomLength())
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0, 0, 0, 0, 0, 0, 3]))  # type: ignore[method-assign]
     params = [SamplingParams(seed=i, max_tokens=40) for i in range(9)]
     for output in run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params):
@@ -1437,7 +1191,7 @@ SMALL_PARAMS = {
     },
     "a structure": {"temperature": 1.2, "structured_outputs": REGEX},
 }
-SAMPLES = 4000
+SAMPLES = 2000
 SLOW_COUPLED = pytest.param("coupled", marks=pytest.mark.slow)  # tests above show equality with plain decoding
 
 
@@ -1546,7 +1300,6 @@ SLOW_CASES = [
     ("drafter", "rule", "k", "knobs"),
     [*FAST_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-@pytest.mark.one_in(7)
 def test_three_tokens_follow_the_exact_distribution(drafter: str, rule: str, k: int, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=20, **SMALL_PARAMS[knobs])
     assert p_value(small_engine(drafter, rule, k), params) > 1e-3
@@ -1569,11 +1322,10 @@ def test_tokens_outside_of_a_heads_vocabulary_keep_the_distribution(rule: str, k
 
 @pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
 @pytest.mark.parametrize("policy", ["stops", "confident"])
-@pytest.mark.one_in(7)
 def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(policy: str, rule: str) -> None:
     """Whether drafting stops depends on the draft tokens so far and their likelihoods."""
     engine = small_engine("model", rule, 3)
-    engine.parts.policy = StopWhenUnsure() if policy == "stops" else cheap_confident(engine)
+    engine.use_policy(StopWhenUnsure() if policy == "stops" else cheap_confident(engine))
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=22)) > 1e-3
 
 
@@ -1586,10 +1338,9 @@ def test_drafts_whose_length_depends_on_their_tokens_keep_the_distribution(polic
         pytest.param("row by row", "coupled", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(3)
 def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: str, rule: str) -> None:
     engine = small_engine("hybrid", rule, 3, rows=250)  # enough rows to have rounds in which many find no match
-    engine.parts.policy = cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row")
+    engine.use_policy(cheap_hybrid(engine) if policy == "hybrid" else CopyByFirstToken(policy == "row by row"))
     observe = engine.parts.policy.observe
     engine.parts.policy.observe = lambda batch, verdict: observe(batch, steady(verdict))  # type: ignore[method-assign]
     drafter, of_model = engine.parts.drafter, list[set[bool]]()
@@ -1610,8 +1361,7 @@ def test_ngram_drafts_between_drafts_of_a_model_keep_the_distribution(policy: st
 
 def steady(verdict: Verdict) -> Verdict:
     """The verdict of a round that took a fixed time, so that the policy does the same in every run."""
-    verdict.timing = RoundTiming(1.0, 10.0)
-    return verdict
+    return replace(verdict, timing=RoundTiming(1.0, 10.0))
 
 
 class CopyByFirstToken(FixedLength):

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import in_pairs
 from head_support import tiny_head, tiny_native_head
 from kernels.tools import random_spec
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
-from paceline.core.sampling import Choices, Purpose
+from paceline.core.sampling import Choices
+from paceline.core.values import Purpose
 from paceline.drafters.heads.native import NativeHeadDecoder
 from paceline.drafters.model import ModelDrafter
 from paceline.engine.engine import Engine
@@ -94,7 +96,6 @@ CASES = [
 
 @needs_kernels
 @pytest.mark.parametrize(("model", "drafter", "length", "family", "width"), CASES)
-@pytest.mark.one_in(3)
 def test_answers_equal_plain_decoding(model: str, drafter: str, length: int | str, family: str, width: int) -> None:
     options = {"speculation_width": width, "prefill_chunk": 7, "draft_vocab_size": SIZE}
     engine = speculative_engine(model, drafter, length, family, **options)
@@ -108,23 +109,21 @@ def test_answers_equal_plain_decoding(model: str, drafter: str, length: int | st
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", ["greedy", "mixed", "siblings"])
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("model", ["llama", "native", "toy"])
-@pytest.mark.one_in(5)
+@in_pairs(model=["llama", "native", "toy"], family=["greedy", "mixed", "siblings"], width=[1, 3])
 def test_answers_with_a_head_of_the_whole_vocabulary_equal_plain_decoding(model: str, width: int, family: str) -> None:
     engine = make_engine(
         *whole_heads(model), eos=EOS, drafter="feature", speculation_width=width, draft_vocab_size=SIZE, prefill_chunk=7
     )
-    engine.parts.policy = RandomLength(seed=3)
+    engine.use_policy(RandomLength(seed=3))
     assert answers(run(engine, PROMPTS, PARAMS[family])) == plain(model, family)
     assert vocabulary_of(engine).version > 0
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [3, SIZE, VOCAB - 1])
-@pytest.mark.parametrize(("model", "drafter"), [("llama", "model"), ("native", "hybrid"), ("recurrent", "head")])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("model", "drafter", "size"),
+    [("llama", "model", 3), ("native", "hybrid", SIZE), ("recurrent", "head", VOCAB - 1), ("native", "hybrid", 3)],
+)
 def test_greedy_answers_equal_plain_decoding_under_the_rejection_rule(model: str, drafter: str, size: int) -> None:
     options: dict[str, Any] = {"acceptance": "rejection", "draft_vocab_size": size}
     engine = speculative_engine(model, drafter, "random", "greedy", **options)
@@ -151,8 +150,8 @@ def test_a_model_that_drafts_for_itself_errs_only_outside_of_the_subset(model: s
 
     def check(batch: Batch, verdict: Verdict) -> None:
         nonlocal rejected
-        host, subset = verdict.host, drafts[-1][1] if drafts else set()
-        for tokens, count, drafted in zip(host.tokens, host.accepted, host.drafted, strict=True):
+        subset = drafts[-1][1] if drafts else set()
+        for tokens, count, drafted in zip(verdict.tokens, verdict.accepted, verdict.drafted, strict=True):
             if count < drafted:
                 rejected += 1
                 assert tokens[count] not in subset
@@ -249,7 +248,6 @@ def small_engine(draft: str, rule: str, size: int = 2) -> Engine:
         pytest.param("native head", "coupled", "temperature only", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(3)
 def test_three_tokens_follow_the_exact_distribution(draft: str, rule: str, knobs: str) -> None:
     params = SamplingParams(n=SAMPLES, max_tokens=3, seed=31, **SMALL_PARAMS[knobs])
     assert p_value(small_engine(draft, rule), params) > 1e-3

@@ -23,7 +23,7 @@ BROUGHT_BY = {"starlette": "fastapi", "pydantic-core": "pydantic", "h11": "uvico
 # Public names by module. Taking one away breaks scripts and plugins that work today.
 PROMISED = {
     "paceline": "LLM CompletionOutput EngineConfig Metrics RequestOutput SamplingParams StructuredOutputs __version__",
-    "paceline.batch": "Batch SpeculationPlan Wish",
+    "paceline.batch": "Batch SpeculationPlan",
     "paceline.config": "EngineConfig SamplingParams ServerConfig StructuredOutputs",
     "paceline.draft": "Draft Verdict",
     "paceline.drafters": "DRAFTERS Drafter Equipment",

@@ -147,7 +147,6 @@ def test_smollm2_equals_transformers_generate_in_float32_with_and_without_specul
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.wide
 def test_smollm2_gives_the_same_seeded_text_with_and_without_speculation() -> None:
     path = real_models.find("smollm2-135m")
     llm = LLM(path, drafter="ngram", num_speculative_tokens=3, dtype="float32", max_batch_size=6, max_model_len=256)
@@ -192,7 +191,6 @@ def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     check_generate(spoken, model)
 
 
-@pytest.mark.wide
 def test_smollm2_drafts_with_the_head_that_comes_with_it() -> None:
     path = real_models.find("smollm2-135m")
     llm = LLM(path, draft_model="smollm2-135m-head", quantization="int8", max_batch_size=4, max_model_len=256)

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.reference import seen_by
 from kernels.tools import random_spec, with_experts, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
-from paceline.core.nodes import Nodes, seen_by
+from paceline.core.nodes import Nodes
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.core.processors import processed_row
 from paceline.core.rows import Constraint
-from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
+from paceline.core.sampling import noise_key, sequence_seed, uniform
+from paceline.core.values import Purpose
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine, Models, Request
+from paceline.engine.rounds.kernels import KernelsPlace
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.base import LengthPolicy
@@ -208,6 +211,13 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
         engine.step()
         engine.scheduler.check_integrity()
     return outputs
+
+
+def kernels_of(engine: Engine) -> KernelsPlace:
+    """What runs the engine's rounds on the CPU kernels."""
+    kernels = engine.rounds.choice.kernels
+    assert isinstance(kernels, KernelsPlace)
+    return kernels
 
 
 def make_request(prompt: Sequence[int], params: SamplingParams) -> Request:
@@ -503,7 +513,8 @@ def truth_of(
 def script_drafts(engine: Engine, truth: dict[int, list[int]], shape: str) -> None:
     """Let an engine draft what is sometimes true: trees of a shape of ``SHAPES``, or "caps": random chains."""
     if shape == "caps":
-        engine.parts.drafter, engine.parts.policy = Scripted(truth, sometimes, ragged=True), RandomCaps()
+        engine.parts.drafter = Scripted(truth, sometimes, ragged=True)
+        engine.use_policy(RandomCaps())
     else:
         engine.parts.drafter = ScriptedTrees(truth, sometimes, shape=SHAPES[shape])
 
@@ -546,7 +557,7 @@ class RandomSelection(RandomLength):
     name = "selection"
 
     def select(self, batch: Batch, draft: Draft) -> Draft:
-        return draft.first([self.rng.randint(0, count) for count in draft.counts.tolist()])
+        return draft.first([self.rng.randint(0, count) for count in draft.drafted])
 
 
 class RandomStops(RandomLength):

@@ -153,7 +153,7 @@ class Decoding:
             began = time.perf_counter()
             engine.step()
             if engine.last_verdict is not None:
-                drafted = engine.last_verdict.host.drafted
+                drafted = engine.last_verdict.drafted
                 found[len(drafted), max(drafted)].append(time.perf_counter() - began)
         self.rounds = [Rounds(*key, len(seconds), sum(seconds)) for key, seconds in sorted(found.items())]
 

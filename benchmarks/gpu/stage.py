@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.engine.device_round import DeviceAcceptance, DeviceRound
+from paceline.core.values import DeviceAcceptance
+from paceline.engine.rounds.program import DeviceRound
 from paceline.errors import PacelineError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.graphs import Graphs, Ticket

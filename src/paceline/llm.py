@@ -44,7 +44,7 @@ from paceline.config.ranges import OneOf, check
 from paceline.core.hardware import default_threads, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput, Score
 from paceline.drafters.heads.loading import find_head, has_own_head, load_own_head
-from paceline.engine.calls import CallArguments, Made, OnError, check_params
+from paceline.engine.calls import CallArguments, OnError, Prepared, check_params
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.loading import (
@@ -140,7 +140,9 @@ class LLM:
         self.tokenizer = load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)
         if draft_model is not None and head is None:
-            self._check_vocabulary(draft_model)
+            draft_tokenizer = load_tokenizer(draft_model, None)
+            if self.tokenizer is not None and draft_tokenizer is not None:
+                check_same_vocabulary(self.tokenizer, draft_tokenizer)
         references = [encoded(self.tokenizer, document) for document in documents]
         with loading_stages(use_tqdm) as stages:
             with torch_threads(config.threads or default_threads()):  # other engines have their own number
@@ -149,7 +151,8 @@ class LLM:
                 draft = draft if head is None else load_head(head, model, target, config)
                 if own_head:
                     draft = load_own_head(target, model, quantization=config.draft_quantization)
-            eos = self._eos_token_ids(model)
+            of_tokenizer = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+            eos = tuple(dict.fromkeys((*eos_token_ids(model), *of_tokenizer)))
             self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
             self._recommended, self._pooling = recommended_sampling(model), recommended_pooling(model)
             self._models = Models(target, draft, eos, references, embeds_only=lacks_head(model))
@@ -193,16 +196,6 @@ class LLM:
     def config(self) -> EngineConfig:
         """Options of the engine. Raises PacelineError after ``close``."""
         return self.engine.config
-
-    def _check_vocabulary(self, draft_model: ModelSource) -> None:
-        draft = load_tokenizer(draft_model, None)
-        if self.tokenizer is not None and draft is not None:
-            check_same_vocabulary(self.tokenizer, draft)
-
-    def _eos_token_ids(self, model: ModelSource) -> tuple[int, ...]:
-        of_model = eos_token_ids(model)
-        of_tokenizer = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        return tuple(dict.fromkeys((*of_model, *of_tokenizer)))
 
     def generate(
         self,
@@ -309,13 +302,6 @@ class LLM:
         with self._submit(made, final=False) as submitted:
             yield from submitted
 
-    def beam_search(self, *_: object, **__: object) -> NoReturn:
-        """Raise PacelineError: there is no beam search. The message names alternatives."""
-        raise PacelineError(
-            "there is no beam search here: SamplingParams(n=..., best_of=..., rank_by='logprob') gives the most likely "
-            "of many samples; transformers has beams"
-        )
-
     @property
     def recommends_sampling(self) -> bool:
         """Whether the model's files recommend how to sample."""
@@ -394,7 +380,7 @@ class LLM:
             return self._checked(self.requests.score_request(*pair))
 
         call = CallArguments(SCORED, None, on_error)
-        made = call.made(as_pairs(prompts, continuations), make, "continuations")
+        made = call.prepare_all(as_pairs(prompts, continuations), make, "continuations")
         outputs = self._read(made, "continuations", use_tqdm)
         return [_score(*entry, on_error) for entry in zip(made, outputs, strict=True)]
 
@@ -414,7 +400,7 @@ class LLM:
         def make(text: object, *_: object) -> Request:
             return self._checked(self.requests.embedding_request(text, how))
 
-        made = CallArguments(EMBEDDED, None).made(as_prompts("prompts", prompts), make)
+        made = CallArguments(EMBEDDED, None).prepare_all(as_prompts("prompts", prompts), make)
         outputs = self._read(made, "embeddings", use_tqdm)
         vectors = [_read_of(*entry, PooledStates).vector for entry in zip(made, outputs, strict=True)]
         return torch.stack(vectors) if vectors else torch.empty(0, 0)
@@ -432,7 +418,7 @@ class LLM:
         self.engine.check(request)
         return request
 
-    def _read(self, made: Sequence[Made], what: str, use_tqdm: bool) -> list[RequestOutput]:
+    def _read(self, made: Sequence[Prepared], what: str, use_tqdm: bool) -> list[RequestOutput]:
         """Read texts in sorted order, so that texts with a common prefix are neighbours; return results in theirs.
 
         what: label of the bar.
@@ -475,7 +461,7 @@ class LLM:
 
     def _run(
         self,
-        made: list[Made],
+        made: list[Prepared],
         use_tqdm: bool,
         on_finished: Callable[[RequestOutput], None] | None,
         what: str = "answers",
@@ -494,13 +480,13 @@ class LLM:
         served = iter(call.outputs)
         return [entry if isinstance(entry, RequestOutput) else next(served) for entry in made]
 
-    def _submit(self, made: Sequence[Made], *, final: bool) -> SharedCall:
+    def _submit(self, made: Sequence[Prepared], *, final: bool) -> SharedCall:
         """Return a context that adds the requests to the engine for its duration."""
         return self._open_engine().call([entry for entry in made if isinstance(entry, Request)], final=final)
 
     def _make_requests(
         self, entries: Sequence[Any], call: CallArguments, read: Callable[[Any], Prompt | ChatPrompt] = _as_prompt
-    ) -> list[Made]:
+    ) -> list[Prepared]:
         """Make a request of each entry, or its result if it is refused. read: converts an entry to a prompt."""
 
         def make(entry: Any, params: SamplingParams, references: Sequence[Prompt]) -> Request:
@@ -511,7 +497,7 @@ class LLM:
                 request = self.requests.request(prompt, params, arrival=call.arrival, references=references)
             return self._checked(request)
 
-        return call.made(entries, make)
+        return call.prepare_all(entries, make)
 
     def request(
         self,
@@ -540,7 +526,7 @@ class LLM:
         )
 
 
-def _score(entry: Made, output: RequestOutput, on_error: OnError) -> Score:
+def _score(entry: Prepared, output: RequestOutput, on_error: OnError) -> Score:
     if output.error is not None and on_error == "skip":
         return Score([], [], False, output.error)
     tokens = [token for token in _read_of(entry, output, PromptScores).logprobs if token is not None]
@@ -548,7 +534,7 @@ def _score(entry: Made, output: RequestOutput, on_error: OnError) -> Score:
     return Score([token.token_id for token in tokens], [token.logprob for token in tokens], greedy)
 
 
-def _read_of(entry: Made, output: RequestOutput, kind: type[R]) -> R:
+def _read_of(entry: Prepared, output: RequestOutput, kind: type[R]) -> R:
     """Return what was collected from a text. Raises its error, or PacelineError if the LLM was closed."""
     if output.outputs[0].finish_reason != "length":
         raise output.error or PacelineError("the LLM was closed while it read texts")

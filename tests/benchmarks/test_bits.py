@@ -18,10 +18,6 @@ def test_sets_differ_where_their_digests_do() -> None:
     assert different_between_sets([ONE, replace(other, digest="b")]) == ["int8, greedy"]
 
 
-def test_bfloat16_may_differ_between_sets() -> None:
-    assert different_between_sets([replace(ONE, precision="bfloat16", digest=digest) for digest in "ab"]) == []
-
-
 def test_the_committed_runs_have_equal_sequences_on_all_sets_of_three_machines() -> None:
     machines = ("epyc-zen4", "xeon-amx", "epyc-zen3")
     runs = [json.loads((RESULTS / f"bits-sets-smollm2-{cpu}.json").read_text()) for cpu in machines]

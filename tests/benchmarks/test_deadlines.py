@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.deadlines import arguments, measure, summary
+from benchmarks.deadlines import arguments, measure
 
 from toy_llm import toy_llm
 
@@ -18,9 +18,3 @@ def test_each_cell_is_measured_by_as_many_calls_as_were_asked_for() -> None:
     ]  # fmt: skip
     assert all(-20 <= cell["late_ms_min"] <= cell["late_ms_median"] <= cell["late_ms_max"] for cell in found["cells"])
     assert found["first_call_late_ms"] >= -20
-
-
-def test_a_cell_is_summed_up_by_its_median_and_its_ends() -> None:
-    assert summary([(5.0, 10), (-3.0, 8), (1.0, 8)]) == {
-        "late_ms_median": 1.0, "late_ms_max": 5.0, "late_ms_min": -3.0, "tokens_median": 8,
-    }  # fmt: skip

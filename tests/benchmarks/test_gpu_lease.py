@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks.gpu.cells import Axes, Setting, plan
-from benchmarks.gpu.lease import CUT_OFF, Lease, Part, parts
+from benchmarks.gpu.lease import Lease, Part, parts
 from benchmarks.gpu.models import PAIRS, random_model, tiny
 from benchmarks.gpu.run import app
 from benchmarks.gpu.stage import Stage
@@ -26,7 +26,7 @@ from paceline.engine.engine import Engine, Models, Request
 from paceline.errors import ParameterError
 from paceline.kernels.gpu.graphs import Graphs
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def python(name: str, code: str, budget: float = 60, least: float = 1) -> Part:
@@ -48,27 +48,6 @@ def test_a_call_continues_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert call.done() == {"first": 0, "second": 3}
     assert [line for line in said if line.startswith("first")] == []
     assert (tmp_path / "figures" / "first.log").read_text() == "hello\n"
-
-
-def test_all_parts_fit_one_lease_and_each_of_them_one_call() -> None:
-    wanted = parts(tiny=False)
-    assert sum(part.budget for part in wanted) <= 1500, (
-        "a device is lent for half an hour, which it takes to start, too"
-    )
-    assert all(part.least <= part.budget <= 480 for part in wanted)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_stopped_part_is_retried_unless_it_had_its_whole_budget(
-    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(command: list[str], *, timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", slow)
-    call, _ = lease(tmp_path, 50)
-    assert call.run([python("tests", "", budget=40 if whole else 60)]) == ([] if whole else ["tests"])
-    assert call.done() == ({"tests": CUT_OFF} if whole else {})
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -96,30 +75,14 @@ def test_parts_are_valid_commands(small: bool, tmp_path: Path, monkeypatch: pyte
     assert [part.name for part in parts(tiny=True)] == [part.name for part in parts(tiny=False)]
 
 
-def test_axes_are_chosen_in_the_order_of_their_importance() -> None:
-    axes = Axes().chosen("llama-8b", "int8,bf16", "64,1,64", "7,0,2")
-    assert (axes.pairs, axes.formats, axes.rows, axes.lengths) == (
-        ("llama-8b",), ("int8", "bf16"), (64, 1), (0, 7, 2),
-    )  # fmt: skip
-    axes = Axes().chosen(contexts="8000", attentions="padded,ragged", autos="0.2,0.9,0.2")
-    assert (axes.contexts, axes.attentions, axes.autos) == ((8000,), ("padded", "ragged"), (0.2, 0.9))
-    assert Axes().chosen() == Axes()
-
-
 @pytest.mark.parametrize(
     ("axis", "given", "message"),
     [
         ("pairs", "gpt", r"--pairs='gpt'.*gpt-7.8b,llama-8b"),
-        ("formats", "int4", r"--formats='int4'.*bf16,int8,fp8"),
         ("rows", "0", r"--rows='0'.*from 1 to 64"),
-        ("rows", "8,,1", r"--rows="),
         ("lengths", "0", r"--lengths='0'.*at least one length above 0"),
-        ("lengths", "-1", r"--lengths='-1'"),
-        ("lengths", "9" * 99, r"--lengths="),
-        ("contexts", "0", r"--contexts='0'.*from 1 to 65536"),
         ("attentions", "flat", r"--attentions='flat'.*ragged,padded,split"),
         ("autos", "0.8,", r"--autos='0.8,'.*fractions from 0 to 1"),
-        ("autos", "1.2", r"--autos="),
         ("autos", "nan", r"--autos="),
     ],
 )
@@ -128,17 +91,17 @@ def test_unknown_axes_are_refused(axis: str, given: str, message: str) -> None:
         Axes().chosen(**{axis: given})
 
 
-def test_auto_is_also_measured_at_low_acceptance() -> None:
-    rates = {cell.setting.rate for cell in plan(Axes()) if cell.kind == "auto"}
-    assert rates == {0.2, 0.8}
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 3])
 def test_the_benchmark_launches_what_the_engine_launches(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same programs and nothing else; only attention's longest length follows the texts' lengths."""
     launched: list[Hashable] = []
     run_graph = Graphs.run
-    monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
+
+    def run_and_note(*given: Any) -> Any:
+        launched.append(given[1])
+        return run_graph(*given)
+
+    monkeypatch.setattr(Graphs, "run", run_and_note)
     setting = Setting("llama-8b", "bf16", "padded", 20, 2)
     pair = tiny(PAIRS[setting.pair])
     target, draft = (

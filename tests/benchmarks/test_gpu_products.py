@@ -10,13 +10,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from benchmarks.gpu import products
-from benchmarks.gpu.products import Product, cases, makers, measure
+from benchmarks.gpu.products import cases, makers
 from benchmarks.gpu.run import app
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", makers(5))
@@ -28,21 +26,6 @@ def test_all_methods_compute_the_same_product_up_to_rounding(name: str) -> None:
     error = (way(x) - x @ matrix.T).norm() / (x @ matrix.T).norm()
     assert error < most
     assert error > most / 10 or name.startswith("16"), "weights of 8 bits are rounded"
-
-
-def test_a_failing_method_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> object:
-        raise RuntimeError("no such product\nhere")
-
-    monkeypatch.setattr(products, "scaled", fails)
-    timed = measure(Product(32, 64, 3), CPU, torch.float32, 1)
-    assert timed.failed == {"fp8 x fp8, torch": "RuntimeError: no such product"}
-    assert len(timed.us) == len(makers(3)) - 1
-    assert "FAILED" in products.describe(timed)
-
-
-def test_many_rows_use_torch() -> None:
-    assert not [name for name in makers(512) if "our tiles" in name]
 
 
 def test_the_command_writes_its_document(tmp_path: Path) -> None:

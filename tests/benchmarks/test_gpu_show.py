@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from benchmarks.gpu.attention import MHA, Case, Timed
 from benchmarks.gpu.auto import AutoRun
-from benchmarks.gpu.cells import Axes, Cell, Setting, plan, traces
+from benchmarks.gpu.cells import Axes, Cell, Setting
 from benchmarks.gpu.results import Automatic, Measured, Results, Traced
 from benchmarks.gpu.show import Line, show
 from benchmarks.gpu.stage import TimedRounds, Trace
@@ -37,42 +36,6 @@ def line_of(lines: list[Line], what: str) -> Line:
     return line
 
 
-def test_every_combination_is_planned_once() -> None:
-    axes, cells = Axes(), plan(Axes())
-    grid = {
-        Cell(Setting(pair, to, attention, context, rows), k)
-        for pair in axes.pairs
-        for to in axes.formats
-        for attention in axes.attentions
-        for context in axes.contexts
-        for rows in axes.rows
-        for k in axes.lengths
-    }
-    assert len(set(cells)) == len(cells)
-    assert grid <= set(cells)
-
-
-def test_cells_of_the_requested_figures_precede_the_sweeps() -> None:
-    cells = plan(Axes())
-    first = cells[: cells.index(Cell(replace(BASE, format="int8"), 0))]
-    wanted = [
-        *(Cell(replace(BASE, rows=rows), 0) for rows in (1, 2, 4, 8, 32, 64)),
-        *(Cell(BASE, k, "verify") for k in (0, 7)),
-        *(Cell(replace(BASE, rows=rows), 0, "auto") for rows in (1, 8, 32, 64)),
-        *(Cell(replace(BASE, attention=other), 7) for other in ("padded", "split")),
-        Cell(replace(BASE, rate=0.9), 10),
-    ]
-    assert [cell.name for cell in wanted if cell not in first] == []
-    swept = Cell(replace(BASE, rows=64), 9)
-    shown = [Cell(Setting(pair, to, "ragged", 600, 8), 7) for pair in Axes().pairs for to in Axes().formats]
-    assert max(map(cells.index, shown)) < cells.index(swept)
-
-
-def test_traces_come_last() -> None:
-    assert {cell.k for cell in traces(Axes())} == {0, 7}
-    assert not set(traces(Axes())) & set(plan(Axes()))
-
-
 def test_a_speed_up_counts_the_expected_tokens() -> None:
     results = results_of(measured(BASE, 0, 6.0), measured(BASE, 2, 9.0, gained=2.6), measured(BASE, 1, 9.0))
     assert results.speedup(BASE, 2, 0.8) == pytest.approx(6.0 * (1 + 0.8 + 0.64) / 9.0)
@@ -81,20 +44,6 @@ def test_a_speed_up_counts_the_expected_tokens() -> None:
     assert results.measured_speedup(BASE, 2) == pytest.approx(6.0 * 2.6 / 9.0)
     assert results.speedup(BASE, 3, 0.8) is None
     assert results.best(replace(BASE, rows=4), 0.8) is None
-
-
-def test_rounds_at_other_acceptance_rates_share_one_plain_baseline() -> None:
-    other = replace(BASE, rate=0.9)
-    results = results_of(measured(BASE, 0, 6.0), measured(BASE, 7, 9.0), measured(other, 7, 10.0, gained=5.0))
-    assert results.speedup(BASE, 7, 0.8) == pytest.approx(6.0 * (1 - 0.8**8) / 0.2 / 9.0)
-    assert results.speedup(other, 7, 0.9) == pytest.approx(6.0 * (1 - 0.9**8) / 0.1 / 10.0)
-    assert results.measured_speedup(other, 7) == pytest.approx(6.0 * 5.0 / 10.0)
-
-
-def test_missing_measurements_are_reported() -> None:
-    lines = show(Results(), [], AXES)
-    assert {line.met for line in lines} == {None}
-    assert len(lines) > 12
 
 
 def test_lines_say_whether_the_wanted_figures_were_met() -> None:
@@ -122,22 +71,6 @@ def test_lines_say_whether_the_wanted_figures_were_met() -> None:
     assert line_of(lines, "time per token").measured == "2.16 ms"
     assert (line := line_of(lines, "auto over plain")).met is False
     assert line.measured == "0.97x"
-
-
-def test_attention_is_judged_by_its_worst_case() -> None:
-    padded = replace(BASE, attention="padded")
-    results = results_of(measured(BASE, 7, 9.0), measured(padded, 7, 8.1), measured(padded, 0, 5.0))
-    long, few = Case(MHA, 8, 8, 600, "one long"), Case(MHA, 2, 8, 600, "one long")
-    timed = [
-        Timed(long, {"ragged": 10, "padded": 25, "split": 12, "torch SDPA": 5}, 3),
-        Timed(few, {"ragged": 10, "padded": 15}, 3),
-        Timed(replace(long, rows=64), {"padded": 25}, 3, {"ragged": "broken"}),
-    ]
-    lines = show(results, timed, AXES)
-    assert line_of(lines, "attention alone: padded, split over ragged").measured == "1.20x"
-    assert line_of(lines, "whole rounds").measured == "0.90x"
-    assert line_of(lines, "whole rounds").met is False
-    assert line_of(lines, "times as long").measured == "2.50x"
 
 
 def test_documents_say_that_acceptance_is_synthetic() -> None:

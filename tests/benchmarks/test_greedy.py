@@ -28,12 +28,7 @@ def greedy(model: LlamaForCausalLM) -> list[int]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_same_answer_never_parts(model: LlamaForCausalLM, greedy: list[int]) -> None:
-    assert _follow(model, PROMPT, greedy) == (None, None, greedy)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("place", [0, 5])
 def test_after_a_different_token_the_reference_continues_by_itself(
     model: LlamaForCausalLM, greedy: list[int], place: int
 ) -> None:
@@ -43,6 +38,7 @@ def test_after_a_different_token_the_reference_continues_by_itself(
     with torch.inference_mode():
         likely = model(torch.tensor([[*PROMPT, *greedy[:place]]])).logits[0, -1].log_softmax(dim=0)
     assert gap == pytest.approx(float(likely[greedy[place]] - likely[other]), abs=1e-4)
+    assert gap is not None
     assert gap > 0
 
 

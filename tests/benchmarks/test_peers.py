@@ -1,16 +1,10 @@
 """The orchestrator of `make bench-peers`, with fake workers."""
 
 import json
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from benchmarks.peers import config, contenders, environments, export, run, schedule
-from benchmarks.peers.pool import Pool, WorkerError, WorkerSpec
-
-from paceline.tools.bench.sets import SETS
-from polling import wait_until
+from benchmarks.peers import config, contenders, run, schedule
 
 WORKER = Path(__file__).parent / "fake_worker.py"
 
@@ -67,15 +61,6 @@ def test_peers_alternate_back_and_forth_and_are_started_once(bench, calls) -> No
     assert [call["started"] for call in calls() if "started" in call] == ["one", "two"]
 
 
-def test_a_split_peer_has_a_worker_for_each_mode(bench) -> None:
-    assert set(bench("one", arguments="--repeats 1", split=True)["workers"]) == {"one-plain", "one-draft", "one-ngram"}
-
-
-def test_a_pair_without_a_draft_model_skips_that_mode(bench) -> None:
-    document = bench("one", arguments="--repeats 1 --pair smollm2")
-    assert {row["mode"] for row in document["results"]} == {"plain", "ngram"}
-
-
 @pytest.mark.parametrize(
     ("how", "batch", "line"),
     [
@@ -93,11 +78,6 @@ def test_a_peer_that_fails_is_in_the_results_with_its_error(bench, how: str, bat
     assert [found["sound", "plain", b]["status"] for b in (1, 2)] == ["ok", "ok"]
 
 
-def test_modes_that_a_peer_accepts_are_measured(bench) -> None:
-    found = cells(bench("refuses", arguments="--repeats 2 --modes draft"))
-    assert len(found["refuses", "draft", 1]["samples"]) == 2
-
-
 def test_a_call_that_times_out_ends_its_worker(bench) -> None:
     found = cells(bench("hangs", arguments="--repeats 1 --modes plain --call-seconds 1 --batches 1,2,4"))
     errors = [found["hangs", "plain", batch]["error"] for batch in (1, 2, 4)]
@@ -105,72 +85,10 @@ def test_a_call_that_times_out_ends_its_worker(bench) -> None:
 
 
 def test_without_time_repeats_are_dropped_before_configurations(bench, monkeypatch) -> None:
-    monkeypatch.setattr(run.Measurement, "_has_time_for", lambda self, outcomes: False)
+    monkeypatch.setattr(run.Measurement, "_has_time_for", lambda self, outcomes: False)  # type: ignore[attr-defined]
     document = bench("one", arguments="--repeats 3 --modes plain")
     assert document["notes"] == ["dropped repeats 2 to 3: no time left in the budget"]
     assert [len(row["samples"]) for row in document["results"]] == [1, 1]
-
-
-def test_with_no_time_at_all_the_results_say_so(bench) -> None:
-    document = bench("one", arguments="--modes plain --budget-minutes 0")
-    assert {row["error"] for row in document["results"]} == {"not measured: no time left in the budget"}
-
-
-def test_a_failed_set_up_is_a_failed_peer(bench, monkeypatch) -> None:
-    def fail(peer, say) -> None:
-        if peer.name == "one":
-            raise environments.SetupError("no such package")
-
-    monkeypatch.setattr(run, "ensure_environment", fail)
-    found = cells(bench("one", "two", arguments="--repeats 1 --modes plain"))
-    assert found["one", "plain", 1]["error"] == "set-up: no such package"
-    assert found["two", "plain", 1]["status"] == "ok"
-
-
-def spec(need_gib: float = 0.0, how: str = "one") -> WorkerSpec:
-    setup = {"target": "", "draft": None, "modes": ["plain"], "precision": how, "k": 1}
-    more = {"max_batch": 1, "max_tokens_of_row": 8, "threads": 1}
-    return WorkerSpec(how, (sys.executable, str(WORKER), json.dumps({**setup, **more})), need_gib=need_gib)
-
-
-def test_an_idle_worker_is_stopped_and_a_closed_one_is_gone(tmp_path: Path, calls) -> None:
-    pool = Pool(tmp_path, 30, lambda text: None)
-    worker, fresh = pool.get(spec())
-    process = psutil.Process(worker._process.pid)
-    assert fresh
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    request = {"mode": "plain", "prompts": [[1]], "max_tokens": 3, "k": 1}
-    assert worker.call(request, 30)["output_ids"] == [[1, 1, 1]]
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    assert pool.get(spec()) == (worker, False)
-    pool.close()
-    assert not process.is_running()
-
-
-def test_the_least_recently_used_worker_makes_room(tmp_path: Path, calls) -> None:
-    said: list[str] = []
-    pool = Pool(tmp_path, 30, said.append)
-    first, _ = pool.get(spec(how="one"))
-    pool.get(spec(need_gib=1e6, how="two"))
-    pool.close()
-    assert first._process.returncode is not None
-    assert "ending one" in said[1]
-
-
-def test_a_worker_that_cannot_be_loaded_is_tried_once(tmp_path: Path, calls) -> None:
-    said: list[str] = []
-    pool = Pool(tmp_path, 30, said.append)
-    for _ in range(2):
-        with pytest.raises(WorkerError, match="cannot load"):
-            pool.get(spec(how="broken"))
-    assert said == ["loading broken"]
-
-
-def test_directives_of_a_requirement_file() -> None:
-    found = environments.Directives.of(
-        "# words\n# uninstall: a b\n# environment: X=-DY=1 -DZ\n# optional: c==1\nd==2\n"
-    )
-    assert found == environments.Directives(("a", "b"), ("c==1",), {"X": "-DY=1 -DZ"})
 
 
 @pytest.mark.parametrize("peer", config.PEERS.values(), ids=lambda peer: peer.name)
@@ -179,31 +97,6 @@ def test_every_peer_has_its_worker_and_pinned_requirements(peer: config.Peer) ->
     lines = [line for line in peer.requirements.read_text().splitlines() if line and not line.startswith("#")]
     assert lines
     assert all("==" in line for line in lines)
-
-
-def test_an_export_is_complete_or_missing(tmp_path: Path, monkeypatch) -> None:
-    def half(source: Path, target: Path) -> None:
-        (target / "part").touch()
-        raise OSError("disk full")
-
-    monkeypatch.setitem(export.FORMATS, "huggingface", half)
-    monkeypatch.setattr(sys, "argv", ["export.py", "huggingface", "a.gguf", str(tmp_path / "a")])
-    with pytest.raises(OSError, match="disk full"):
-        export.main()
-    assert not (tmp_path / "a").exists()
-
-
-def test_results_name_their_prompts(bench) -> None:
-    assert bench("good")["settings"]["prompts"] == "stubs"
-    assert bench("good", arguments="--prompts edits")["settings"]["prompts"] == "edits"
-    assert all(len(SETS[chosen]) >= 16 for chosen in run.PROMPT_SETS), "as many as the largest batch"
-
-
-@pytest.mark.parametrize("wrong", ["--batches 0", "--batches 32", "--peers nobody", "--modes fast", "--repeats 0"])
-def test_wrong_arguments_are_refused(wrong: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run.arguments(wrong.split())
-    assert "error" in capsys.readouterr().err
 
 
 def test_points_far_behind_in_an_earlier_run_are_skipped_with_a_reason(bench, calls, tmp_path: Path) -> None:

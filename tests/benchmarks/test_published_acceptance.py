@@ -27,16 +27,3 @@ def test_acceptance_is_the_given_one_position_by_position(tmp_path: Path, monkey
         assert found[rows, "k=1"]["acceptance_rate"] == pytest.approx(0.8, abs=0.04)
         assert found[rows, "k=2"]["acceptance_rate"] == pytest.approx(0.4, abs=0.04), "no second one"
     assert document["more_rows_carry"] > 0
-
-
-def test_drafts_of_a_model_without_a_head_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    random_models.write(tmp_path / "tiny", "qwen3.5-tiny")
-    to = tmp_path / "rounds.json"
-    sizes = ["--rows", "2", "--lengths", "2", "auto", "--max-tokens", "48", "--repeats", "1", "--output", str(to)]
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "tiny"), "--drafter", "free", "--rates", "0.8", *sizes])
-    published_acceptance.main()
-    document = json.loads(to.read_text())
-    found = {line["side"]: line for line in document["results"]}
-    assert document["drafter"] == "free"
-    assert list(found) == ["k=0", "k=2", "k=auto"]
-    assert found["k=2"]["acceptance_rate"] == pytest.approx(0.72, abs=0.04), "0.8, and 0.8 of that"

@@ -16,14 +16,6 @@ from toy_llm import toy_llm
 PROMPT = [1 + i % 7 for i in range(61)]
 
 
-def test_siblings_need_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments(["siblings", "model", "--rows", "7", "--n", "8"])
-    assert "--rows 7" in capsys.readouterr().err
-    assert arguments(["siblings", "model", "--rows", "8", "--n", "8"]).rows == 8
-    assert arguments(["edits", "model"]).rows == 1
-
-
 def on_toys(**options: Any) -> LLM:
     llm = toy_llm(drafter="ngram", num_speculative_tokens=3, prefix_cache=False, **options)
     llm.tokens_of_chat = lambda _: PROMPT  # type: ignore[method-assign]

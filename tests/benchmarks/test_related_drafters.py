@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from benchmarks.drafters import PROMPTS, TASKS, Count
 from benchmarks.related_drafters import (
     CHAT_BATCH_SIZES,
     DRAFT_TOKENS,
-    KINDS,
-    OPENINGS,
-    arguments,
     main,
     summary,
     usable,
-    written_prompts,
 )
 
 from benchmarks import related_drafters
-from byte_model import byte_tokenizer
-from paceline.config.training import DRAFT_KINDS
-from paceline.models.text.tokenizer import Tokenizer
-from paceline.tools.bench.drafters import Count
-from paceline.tools.bench.tasks import PROMPTS, TASKS
 from tools.training.conftest import SIZES, save_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,32 +25,9 @@ LONGER = {"96": "320"}  # positions: every byte is a token of the tiny target
 TRAINING = [LONGER.get(each, each) for each in SIZES if each not in LEFT_OUT]
 
 
-def test_every_kind_that_can_be_trained_takes_part() -> None:
-    assert set(KINDS) == {*DRAFT_KINDS, "ngram"}
-    options = arguments(["model", "--folder", "a", "--output", "b", "--vocab", "64"])
-    assert options.training == ["--vocab", "64"]
-    assert options.kinds == [*KINDS]
-
-
 def test_prompts_of_the_six_tasks_are_never_trained_on() -> None:
     told = [PROMPTS[task][3] for task in TASKS]
     assert usable(["one ", "", *told, "two", "one", f" {told[0]}\n"]) == ["one", "two"]
-
-
-def test_the_target_writes_as_many_prompts_after_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[int], Any]] = []
-
-    def generate(prompts: list[list[int]], params: list[Any], **_: Any) -> list[Any]:
-        asked.extend(zip(prompts, params, strict=True))
-        return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {place}")]) for place in range(len(prompts))]
-
-    tokenizer = Tokenizer.load(byte_tokenizer())
-    llm: Any = SimpleNamespace(requests=SimpleNamespace(tokenizer=tokenizer), generate=generate)
-    found = written_prompts(llm, 2 * len(OPENINGS))
-    texts = [tokenizer.decode(prompt) for prompt, _ in asked]
-    assert texts == [f"[user]{words}" for words in (*OPENINGS, *OPENINGS)]
-    assert found == [f"{words} {place}".strip() for place, words in enumerate((*OPENINGS, *OPENINGS))]
-    assert len({params.seed for _, params in asked}) == len(asked)
 
 
 def test_a_summary_is_the_mean_over_tasks() -> None:
@@ -71,11 +38,10 @@ def test_a_summary_is_the_mean_over_tasks() -> None:
     assert summary(counts, 0) == "T=0: accepted 0.400 0.250 -, 1.80 tokens per round"
 
 
-@pytest.mark.wide
 def test_kinds_are_trained_counted_and_timed_in_several_sittings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.tools.bench.drafters.COST_SECONDS", 0.02)
+    monkeypatch.setattr("benchmarks.drafters.COST_SECONDS", 0.02)
     monkeypatch.setattr(related_drafters, "TOKENS_OF_A_CONVERSATION", 25)
     target, folder, output = save_target(tmp_path / "tiny"), tmp_path / "trained", tmp_path / "found.json"
     common = [target, "--folder", str(folder), "--output", str(output), "--tokens", "300", "--prompts", "1"]

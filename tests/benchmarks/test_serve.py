@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.serve.load import Load, LoadError, Target, command, reduced
+from benchmarks.serve.load import Load, reduced
 from benchmarks.serve.plot import draw
 from benchmarks.serve.run import CONTENDERS, Course, _order
 from benchmarks.serve.servers import ServerError, free_port, running
@@ -29,21 +28,6 @@ def test_a_load_is_reduced_to_its_rate_and_its_percentiles() -> None:
         10.0,
         30.0,
     )
-
-
-def test_failed_requests_fail_the_load() -> None:
-    with pytest.raises(LoadError, match="7 of 8 requests succeeded with 4 clients"):
-        reduced(report(7), [Load(4, 8)])
-
-
-def test_guidellm_gets_all_loads_and_the_body_of_each_request(tmp_path: Path) -> None:
-    words = command(
-        Target("http://x", "m", {"num_speculative_tokens": 0}), [Load(1, 8), Load(4, 9)], 32, tmp_path, tmp_path
-    )
-    options = dict(zip(words[2::2], words[3::2], strict=False))
-    assert json.loads(options["--profile"])["streams"] == [1, 4]
-    assert json.loads(options["--constraint"])["count"] == [8, 9]
-    assert json.loads(options["--backend"])["extras"] == {"body": {"num_speculative_tokens": 0}}
 
 
 def test_every_contender_comes_first_once() -> None:
@@ -70,15 +54,3 @@ def test_a_server_that_does_not_start_reports_its_last_line(tmp_path: Path) -> N
     command = ["sh", "-c", "echo starting; echo 'an error of its own' >&2; exit 1"]
     with pytest.raises(ServerError, match="an error of its own"), running(command, free_port(), tmp_path / "log"):
         pass
-
-
-def test_the_table_of_the_servers_is_the_committed_run() -> None:
-    root = Path(__file__).parents[2]
-    run = json.loads((root / "benchmarks" / "results" / "serve-smollm2-xeon-amx.json").read_text())
-    page = (root / "docs" / "serving.md").read_text().split("## Under load")[1]
-    rows = [line.strip("| ").split(" | ")[1:] for line in page.splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 4
-    for place, cells in enumerate(rows):
-        loads = [contender["loads"][place] for contender in run["contenders"]]
-        said = [cell.replace(" requests/s", "").replace(" a token", "") for cell in cells]
-        assert said == [f"{load['requests_per_s']:.1f}, {load['itl_ms_p50']:.1f} ms" for load in loads]

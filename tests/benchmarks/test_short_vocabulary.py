@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from benchmarks.short_vocabulary import Listing, coverage, stretches
+from benchmarks.short_vocabulary import coverage
 from benchmarks.tree_gain import Answer
 
 from benchmarks import random_models, short_vocabulary
 from paceline.engine.engine import Engine
 from paceline.kernels import native
-from paceline.models.decoding.draft_vocabulary import FIRST_CHOICE, DraftVocabulary
 
 VOCABULARY, SIZE = 9000, 4096
 
@@ -29,13 +27,6 @@ def test_a_subset_that_follows_covers_what_comes_again_and_a_fixed_one_does_not(
     (line,) = (each for each in coverage([answer(large, [1])] * 3, VOCABULARY) if each["size"] == SIZE)
     assert line["fixed"]["all"] == 0
     assert line["following"]["all"] == pytest.approx(0.66, abs=0.12)  # the first answer is new
-
-
-def test_stretches_cover_an_answer_and_change_where_the_subset_does() -> None:
-    subset = DraftVocabulary(Listing(SIZE), VOCABULARY)
-    found = list(stretches(answer([8000] * 200, [1]), subset, True))
-    assert [(first, stop) for first, stop, _ in found] == [(0, FIRST_CHOICE - 1), (FIRST_CHOICE - 1, 200)]
-    assert [bool(torch.isin(torch.tensor(8000), tokens)) for *_, tokens in found] == [False, True]
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,10 @@ from benchmarks.tree_gain import (
     DEEP,
     WIDE,
     Answer,
-    DraftTree,
     Grown,
     best,
-    cut,
-    likeliest,
-    of_all,
     replay,
     rounds,
-    survivals_of,
 )
 
 from batches import new_batch
@@ -38,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def grown(kind: str, *, noise: bool = True) -> tuple[Answer, Grown]:
     """The trees of the second of two rows."""
     target = tiny_llama() if kind == "feature" else ToyModel()
-    draft = {"feature": lambda: tiny_head(target, 32), "model": lambda: ToyModel(blur=0.3), "self": ToyModel}[kind]()
+    draft: Any = tiny_head(target, 32) if kind == "feature" else ToyModel(blur=0.3 if kind == "model" else 0.0)
     engine = make_engine(target, draft, drafter="feature" if kind == "feature" else "model", speculation_width=WIDE)
     drafter, batch = engine.parts.drafter, new_batch(4, 64, target.vocab_size)
     assert isinstance(drafter, ModelDrafter)
@@ -74,15 +70,6 @@ def test_a_model_that_drafts_for_itself_takes_the_fewest_rounds() -> None:
     assert replay([(answer.answer, own.tree)], best(WIDE * DEEP)).rounds == totals.rounds
 
 
-def test_cutting_a_node_removes_its_descendants() -> None:
-    tree = DraftTree([7, 8, 9, 7, 5], [-1, -1, 1, 2, 0], [0.5, 0.4, 0.9, 0.9, 0.1], [0] * 5)
-    assert survivals_of(tree.scores, tree.parents) == pytest.approx([0.5, 0.4, 0.36, 0.324, 0.05])
-    without = cut(tree, lambda way: way[-1] != 1)
-    assert (without.tokens, without.parents) == ([7, 5], [-1, 0])
-    shaped = likeliest(lambda _place, _depth: tree, 4)(0, DEEP)
-    assert (shaped.tokens, shaped.parents) == ([7, 8, 9, 7], [-1, -1, 1, 2])
-
-
 def test_ngram_trees_need_no_model_and_results_are_kept(tmp_path: Path) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 9, 5, 6, 7, 1, 2, 3, 4, 8]
     answers, output = tmp_path / "answers.json", tmp_path / "out.json"
@@ -100,13 +87,3 @@ def test_ngram_trees_need_no_model_and_results_are_kept(tmp_path: Path) -> None:
     assert [each["tokens"] for each in (first, second, both)] == [count * (len(text) - 1) for count in (2, 1, 3)]
     assert second["tokens_a_round"] == found
     assert json.loads(output.read_text())["results"][1]["prompts"] == "edits"
-
-
-def test_all_sets_together_add_their_rounds() -> None:
-    one = {"prompts": "chat", "temperature": 0.0, "tokens": 12, "curves": {"chain": [(0, 1), (3, 3)]}}  # 12, 4 rounds
-    other = one | {"prompts": "edits", "curves": {"chain": [(0, 1), (5, 6)]}}  # 12, 2 rounds
-    hot = one | {"temperature": 0.8, "tokens": 99}
-    found = of_all([one, hot, other], 0.0)
-    assert found["tokens"] == 24
-    assert found["curves"]["chain"] == [(0, 1), (pytest.approx((4 * 3 + 2 * 5) / 6), 4)]
-    assert found["tokens_a_round"]["chain"]["2"] == pytest.approx(1 + 3 * 2 / (22 / 6), abs=1e-3)

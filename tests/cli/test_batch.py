@@ -131,7 +131,6 @@ def test_a_line_says_the_same_alone_in_another_order_and_after_a_resume(
     assert "c" not in changed, "it has a seed of its own"
 
 
-@pytest.mark.wide
 def test_what_was_written_at_any_byte_is_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [completion(str(number), f"text {number}") for number in range(6)])
     whole, output = tmp_path / "whole", tmp_path / "out"
@@ -256,7 +255,6 @@ def test_a_line_may_ask_for_a_structure(paceline: Any, tiny: str, tmp_path: Path
 # What the command line refuses
 
 
-@pytest.mark.wide
 def test_other_settings_and_other_lines_are_not_gone_on_with(paceline: Any, tiny: str, tmp_path: Path) -> None:
     source, output = write(tmp_path / "in", [completion("a", "x"), completion("b", "y")]), tmp_path / "out"
     job = ("batch", str(source), str(output), tiny)
@@ -418,7 +416,6 @@ def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
 # Interrupted and killed
 
 
-@pytest.mark.wide
 def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: str, tmp_path: Path) -> None:
     lines = [completion(str(number), f"text {number}", max_tokens=400) for number in range(400)]
     output = tmp_path / "out"
@@ -432,7 +429,6 @@ def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: 
     assert told == f"interrupted: {_lines_in(output)} lines are in {output}; {how}"
 
 
-@pytest.mark.wide
 def test_an_interrupted_job_does_not_wait_for_more_input(tiny: str, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with _run(tiny, Path("-"), output) as process:

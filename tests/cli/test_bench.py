@@ -52,7 +52,6 @@ def test_answers_that_the_longest_sequence_ends_count_as_they_came(paceline: Any
 @pytest.mark.parametrize(
     ("how", "copied"), [([], True), (["--no-references"], False), (["-k", "0"], False), (["--drafter", "none"], False)]
 )
-@pytest.mark.one_in(3)
 def test_the_document_tells_whether_references_were_copied_from(
     paceline: Any, tiny: str, how: list[str], copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,10 +72,6 @@ def test_the_document_tells_whether_references_were_copied_from(
 
 MEASURING = [
     ["bench", "offline", "no-model"],
-    ["bench", "traffic", "no-model"],
-    ["bench", "traffic-http", "http://127.0.0.1:9"],
-    ["bench", "phases", "no-model"],
-    ["bench", "quality", "no-model"],
     ["profile", "no-model"],
 ]
 
@@ -95,9 +90,8 @@ def test_output_paths_are_looked_at_before_anything_else(paceline: Any, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-@pytest.mark.parametrize("command", [["bench", "traffic"], ["bench", "phases"], ["profile"]], ids=" ".join)
-def test_a_document_is_not_overwritten_by_its_plot(paceline: Any, tmp_path: Path, command: list[str]) -> None:
-    result = paceline(*command, "no-model", "--output", str(tmp_path / "a.png"))
+def test_a_document_is_not_overwritten_by_its_plot(paceline: Any, tmp_path: Path) -> None:
+    result = paceline("profile", "no-model", "--output", str(tmp_path / "a.png"))
     assert "ends in .png" in result.stderr
 
 

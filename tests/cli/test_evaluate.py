@@ -84,7 +84,6 @@ def test_every_side_reads_the_prompt_itself(
     assert copied == [0] * 2 * (1 + len(PROBLEMS)), "two configurations, each warmed up with the first problem"
 
 
-@pytest.mark.wide
 def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +125,6 @@ def test_without_draft_tokens_there_is_one_side(paceline: Any, tiny: str, tmp_pa
     ]
 
 
-@pytest.mark.wide
 def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,6 @@ def test_values_out_of_range_are_refused_by_name() -> None:
         from_flags(EngineConfig, {"longest_pause": "soon"})
 
 
-@pytest.mark.wide
 def test_options_that_only_python_had_before_are_honoured(paceline: Any, tiny: str) -> None:
     run = ("generate", tiny, "-p", "hello", "--max-tokens", "4", "--ignore-eos", "--json", "--seed", "1")
 

@@ -48,7 +48,6 @@ def test_the_start_line_says_what_runs_and_quiet_silences_it(paceline: Any, tiny
 @pytest.mark.parametrize(
     "how", [["--drafter", "ngram"], ["--drafter", "hybrid"], ["-k", "bass"], ["--acceptance", "rejection"]]
 )
-@pytest.mark.one_in(3)
 def test_speculation_changes_no_text(paceline: Any, tiny: str, tiny_draft: str, how: list[str]) -> None:
     prompts = ["--prompt", "abcabcabc", "--prompt", "x"]
     plain = texts(paceline("generate", tiny, *prompts, *GREEDY, "--json"))
@@ -68,12 +67,13 @@ def test_a_file_of_prompts_is_answered_in_its_order_with_parameters_of_each_line
 ) -> None:
     entries = [
         {"prompt": "first", "max_tokens": 9},
-        {"messages": [{"role": "user", "content": "second"}], "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "second"}], "max_tokens": 2, "custom_id": "two"},
         {"prompt": [3, 4, 5], "n": 2, "seed": 7, "temperature": 1.0, "logit_bias": {"65": 1.5}, "max_tokens": 4},
     ]
     lines.write_text("\n".join(map(json.dumps, entries)) + "\n\n")
     found = documents(paceline("generate", tiny, "--prompts-file", str(lines), "--json", *GREEDY))
     assert [entry["index"] for entry in found] == [0, 1, 2]
+    assert [entry.get("custom_id") for entry in found] == [None, "two", None]
     assert [len(entry["outputs"]) for entry in found] == [1, 1, 2]
     assert [len(entry["outputs"][0]["token_ids"]) for entry in found] == [9, 2, 4]
 
@@ -148,6 +148,7 @@ BAD_LINES = {
     "no such token": ('{"prompt": [100000]}', "prompt_token_ids=100000"),
     "no message": ('{"messages": [{"role": "user"}]}', "role and content"),
     "no text in it": ('{"messages": [{"role": "user", "content": 5}]}', "both strings"),
+    "no name": ('{"prompt": "x", "custom_id": 5}', '"custom_id" is a string'),
     "half a character": (r'{"prompt": "a\ud800"}', "half a character"),
     "half a character to stop": (r'{"prompt": "a", "stop": ["\udfff"]}', "stop="),
     "half a character said": (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "messages.content="),
@@ -162,7 +163,6 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
-@pytest.mark.one_in(5)
 def test_a_bad_line_is_named_and_nothing_runs(paceline: Any, tiny: str, lines: Path, line: str, message: str) -> None:
     lines.write_text('{"prompt": "good"}\n' + line + "\n")
     result = paceline("generate", tiny, "--prompts-file", str(lines), "--quiet", *GREEDY)
@@ -182,6 +182,7 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path) -
     assert len(found) == 2 * len(BAD_LINES)
     for number, (bad, good, (_, message)) in enumerate(zip(found[::2], found[1::2], BAD_LINES.values(), strict=True)):
         assert message in bad["error"]["message"]
+        assert bad["error"]["where"] == f"line {2 * number + 1}"
         assert good["outputs"][0]["token_ids"]
         assert f"line {2 * number + 1}: " in result.stderr
 
@@ -202,7 +203,6 @@ def test_keep_going_runs_the_good_lines(paceline: Any, tiny: str, lines: Path) -
         (["-p", "x", "--stop", "\udcff", "--quiet"], "stop="),
     ],
 )
-@pytest.mark.one_in(3)
 def test_a_bad_option_is_one_clear_error(paceline: Any, tiny: str, arguments: list[str], message: str) -> None:
     result = paceline("generate", tiny, *arguments)
     assert result.exit_code == 2

@@ -95,12 +95,11 @@ WRITERS = [
     "generate TINY -q -p x --max-tokens 2 --json",
     "generate TINY -q -p x -n 2 --max-tokens 2",
     "verify TINY -q --max-tokens 2 --samples 0 --batch-sizes 1 --lengths 1",
-    "bench quality TINY --precisions float32 --tokens 2",
+    "bench offline TINY -q --drafter none --batch-sizes 1 --max-tokens 2 --repeats 1 --prompts open",
 ]
 
 
 @pytest.mark.parametrize("line", WRITERS)
-@pytest.mark.one_in(3)
 def test_a_full_disk_behind_standard_output_is_one_line_and_an_exit_code(line: str, tiny: str) -> None:
     with Path("/dev/full").open("w") as full:
         code, told = run_into(full, *line.replace("TINY", tiny).split())

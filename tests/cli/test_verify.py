@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from scipy import stats
 
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.config import DtypeName
@@ -133,6 +132,8 @@ def test_a_wrong_distribution_is_noticed(llm: LLM, prompts: list[list[int]], mon
 
 
 def test_chi_squared_is_scipys() -> None:
+    from scipy import stats
+
     observed, probabilities = [48, 35, 15, 2], [0.4, 0.4, 0.15, 0.05]
     statistic, cells, p_value = chi_squared(observed, probabilities)
     expected = stats.chisquare(observed, [40, 40, 15, 5])

@@ -134,7 +134,7 @@ def test_an_object_is_a_pattern_of_which_each_engine_plays_a_copy() -> None:
     drafter, policy = sample.Echo(period=3), sample.Careful()
     first = make_engine(ToyModel(), drafter=drafter, num_speculative_tokens=policy)
     second = make_engine(ToyModel(), drafter=sample.Echo, num_speculative_tokens=sample.Careful)
-    assert (first.parts.drafter.period, second.parts.drafter.period) == (3, 1)
+    assert (first.parts.drafter.period, second.parts.drafter.period) == (3, 1)  # type: ignore[attr-defined]
     for engine in (first, second):
         assert type(engine.parts.drafter) is sample.Echo
         assert type(engine.parts.policy) is sample.Careful
@@ -178,7 +178,7 @@ def test_a_drafter_is_told_which_sequences_begin_and_end(wrap: Callable[[Drafter
     engine = make_engine(ToyModel(), drafter="ngram", max_batch_size=3, prefill_chunk=5)
     witness = Witness()
     engine.parts.drafter = wrap(witness)
-    engine.parts.policy = FixedLength(2)
+    engine.use_policy(FixedLength(2))
     params = [SamplingParams(seed=i, max_tokens=3 + 7 * (i % 4), n=1 + i % 3) for i in range(12)]
     outputs = [engine.add(Request([1 + i % 5] * (1 + 6 * (i % 4)), each)) for i, each in enumerate(params)]
     while engine.busy:

@@ -8,7 +8,9 @@ import torch
 from batches import filled, new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.draft import Verdict
+from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
+from paceline.core.values import Accepted
 
 
 def make_batch() -> Batch:
@@ -23,7 +25,9 @@ def make_batch() -> Batch:
 def test_a_row_gains_its_accepted_tokens_and_one_more() -> None:
     batch = make_batch()
     tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [9, 8, 9]])
-    batch.commit(Verdict(tokens, torch.tensor([0, 2, 1]), torch.tensor([2, 2, 2])))
+    verdict = batch.commit(Draft([[7, 8]] * 3), Accepted(tokens, torch.tensor([0, 2, 1])))
+    assert (verdict.tokens, verdict.accepted) == ([[7], [7, 8, 9], [9, 8]], [0, 2, 1])
+    assert (verdict.drafted, verdict.gained) == ([2, 2, 2], [1, 3, 2])
     assert batch.lengths[:3] == batch.live_length.tolist() == [4, 4, 4]
     assert [batch.text[row, :4].tolist() for row in range(3)] == [[1, 2, 3, 7], [4, 7, 8, 9], [5, 6, 9, 8]]
     assert batch.pending().tolist() == [[7], [9], [8]]
@@ -36,9 +40,8 @@ def test_a_commit_by_the_kernels_equals_torchs() -> None:
     device.ops = None
     for width in (1, 3, 1, 2, 1):
         tokens = torch.randint(1, 9, (3, width), generator=rng)
-        verdict = Verdict(tokens, torch.randint(0, width, (3,), generator=rng), torch.full((3,), width - 1))
-        host.commit(verdict)
-        device.commit(verdict)
+        draft, accepted = Draft(tokens[:, 1:]), torch.randint(0, width, (3,), generator=rng)
+        assert host.commit(draft, Accepted(tokens, accepted)) == device.commit(draft, Accepted(tokens, accepted))
         assert host.pending_on_host() == host.pending()[:, 0].tolist()
         assert host.lengths == device.lengths
         assert host.length.tolist() == device.length.tolist()
@@ -64,9 +67,9 @@ def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit(ke
         batch.set_row(row, RowStart([8, 7], SamplingParams(max_tokens=5), seed=row, stop_tokens=stops))
     batch.set_live(range(3))
     block = torch.tensor([[5, 6, 7, 9]] * 3)
-    batch.commit(Verdict(block, torch.tensor([3, 3, 1]), torch.tensor([3, 3, 3])))
+    batch.commit(Draft(block[:, 1:]), Accepted(block, torch.tensor([3, 3, 1])))
     assert batch.length.tolist() == [*batch.lengths, 2] == [5, 6, 4, 2]  # the prompts' own stop tokens end nothing
-    batch.commit(Verdict(block, torch.tensor([3, 3, 0]), torch.tensor([3, 3, 3])))
+    batch.commit(Draft(block[:, 1:]), Accepted(block, torch.tensor([3, 3, 0])))
     assert batch.length.tolist() == [*batch.lengths, 2] == [5, 7, 5, 2]
     assert batch.text[:3, 2:7].tolist() == [[5, 6, 7, 0, 0], [5, 6, 7, 9, 5], [5, 6, 5, 0, 0]]
 
@@ -78,7 +81,8 @@ def test_the_widest_round_at_the_very_end_of_a_row_stays_inside_it(kernels: bool
     batch.set_row(0, RowStart([1] * 19, SamplingParams(), seed=1))
     batch.set_live(range(1))
     width = MAX_SPECULATION_LENGTH + 1
-    batch.commit(Verdict(torch.ones(1, width, dtype=torch.int64), torch.tensor([width - 1]), torch.tensor([width - 1])))
+    tokens = torch.ones(1, width, dtype=torch.int64)
+    batch.commit(Draft(tokens[:, 1:]), Accepted(tokens, torch.tensor([width - 1])))
     assert batch.lengths == batch.length.tolist() == [20]
     assert batch.text[0].tolist() == [1] * 20 + [0] * width
 
@@ -116,7 +120,7 @@ def test_rows_are_the_sequences_in_the_live_slots(slots: list[int], kernels: boo
         table = getattr(batch.sampling, name) if table is None else table
         assert torch.equal(values, table[slots]), name
     tokens = torch.tensor([[5, 6, 5]] * len(slots))
-    batch.commit(Verdict(tokens, torch.full((len(slots),), 2), torch.full((len(slots),), 2)))
+    batch.commit(Draft(tokens[:, 1:]), Accepted(tokens, torch.full((len(slots),), 2)))
     for slot in range(4):
         if slot not in slots:
             assert torch.equal(batch.text[slot], expected.text[slot])
@@ -126,7 +130,7 @@ def test_rows_are_the_sequences_in_the_live_slots(slots: list[int], kernels: boo
 
 def test_a_sequence_keeps_its_state_while_others_join_and_leave() -> None:
     batch = make_batch()
-    batch.commit(Verdict(torch.tensor([[7, 8]] * 3), torch.tensor([1, 0, 0]), torch.tensor([1, 1, 1])))
+    batch.commit(Draft([[7]] * 3), Accepted(torch.tensor([[7, 8]] * 3), torch.tensor([1, 0, 0])))
     batch.set_live([2])
     batch.set_row(0, RowStart([3], SamplingParams(), seed=1))
     batch.set_live([0, 2])
@@ -173,17 +177,11 @@ def test_features_that_no_live_row_uses_are_off() -> None:
 
 
 def test_an_empty_draft_has_no_draft_tokens() -> None:
-    draft = make_batch().empty_draft
-    assert draft.k == 0
-    assert draft.tokens.shape == (3, 0)
-    assert draft.counts.tolist() == [0, 0, 0]
-
-
-def test_the_host_reads_each_row_up_to_its_last_token() -> None:
-    verdict = Verdict(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]), torch.tensor([2, 1]))
-    assert verdict.host.tokens == [[1, 2, 3], [4]]
-    assert verdict.host.accepted == [2, 0]
-    assert verdict.host.drafted == [2, 1]
+    batch = make_batch()
+    assert (batch.empty_draft.k, batch.empty_draft.drafted) == (0, [0, 0, 0])
+    tensors = DraftTensors.of(batch.empty_draft, batch.device)
+    assert (tensors.tokens.shape, tensors.counts.tolist()) == ((3, 0), [0, 0, 0])
+    assert tensors.tokens.dtype == tensors.counts.dtype == torch.int64
 
 
 def test_a_live_rows_slot_cannot_begin_another_sequence() -> None:

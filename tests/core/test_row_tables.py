@@ -104,6 +104,6 @@ def test_missing_address_space_raises_an_error_that_says_what_to_do(monkeypatch:
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(row_tables.mmap, "mmap", refuse)
+    monkeypatch.setattr(row_tables.mmap, "mmap", refuse)  # type: ignore[attr-defined]
     with pytest.raises(CapacityError, match=r"address space .* lower max_batch_size or max_model_len, .*overcommit"):
         cache_of()

@@ -20,7 +20,6 @@ from paceline.core.sampling import (
     GUMBEL_LOW,
     NOISE_SPAN,
     Choices,
-    Purpose,
     adjust,
     draw,
     noise_key,
@@ -30,6 +29,7 @@ from paceline.core.sampling import (
     uniform,
     warp,
 )
+from paceline.core.values import Purpose
 from toy import slow_adjust, slow_distribution, slow_draw, slow_warp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Gemma4AssistantForCausalLM
 
+from covering import in_pairs
 from gemma4_support import (
     GROUPS,
+    assistant_tensors,
     assistants_may_be_made,
     gemma4_fields,
     save_assistant,
@@ -29,15 +31,13 @@ from paceline.drafters.heads.assistant import AssistantDecoder
 from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
-from paceline.kernels import native
-from paceline.kernels.abi import CCache
+from paceline.kernels import native, structs
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import cache_of
 from paceline.models.families import describe
 from paceline.models.load.loading import load_model
 from paceline.models.native.layers import NativeLayers
 from paceline.models.native.model import Quantization
-from paceline.models.native.spec import weights_of
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,10 +95,7 @@ def test_draft_tokens_are_those_of_transformers(head: dict[str, Any], tmp_path: 
         assert not sure or tokens == wanted[: len(tokens)]
 
 
-@pytest.mark.parametrize("drafter", ["feature", "hybrid"])
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "int8"])
-@pytest.mark.one_in(3)
+@in_pairs(kernels=[False, True], width=[1, 3], drafter=["feature", "hybrid"])
 def test_answers_are_plain_decodings(drafter: str, width: int, kernels: bool, tmp_path: Path) -> None:
     if kernels and native.select() is None:
         pytest.skip(f"no native kernels: {native.why_none()}")
@@ -133,7 +130,8 @@ def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | N
     spec, whole = slow.decoder.spec, describe({"model_type": "gemma4_text", **gemma4_fields()})
     assert whole is not None
     places = cache_places(spec, whole)
-    layers = NativeLayers(spec, weights_of(slow.decoder), places, target, quantization)
+    tensors = assistant_tensors(spec, torch.float32, torch.Generator().manual_seed(0))  # those of ``slow``
+    layers = NativeLayers(spec, tensors, places, target, quantization)
     x = torch.randn(3, 2, spec.width, generator=torch.Generator().manual_seed(0))
     slots, lengths = Slots.listed(list(counts), torch.device("cpu")), torch.tensor(list(counts.values()))
     last = lengths[:, None].expand(-1, 2)  # behind the last key
@@ -147,7 +145,7 @@ def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | N
             return backend.attend(q, keys.float(), values.float(), plan, scale=scale, window=window)
 
     exact = slow.decoder.run(x.flatten(0, 1), last, Keys())  # type: ignore[arg-type]
-    described, index = CCache.of(cache), slots.index[:, None].expand(-1, 2).flatten()
+    described, index = structs.cache(cache), slots.index[:, None].expand(-1, 2).flatten()
     found = layers.run(x.flatten(0, 1), index, (last - 1).flatten(), described).view_as(exact)
     assert (found - exact).norm() / exact.norm() < bound
     alone = [layers.run(x[row, at, None], slots.index[row, None], last[row, at, None] - 1, described)

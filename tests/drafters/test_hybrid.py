@@ -12,6 +12,7 @@ from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
+from paceline.core.values import Accepted
 from paceline.drafters import HybridDrafter, ModelDrafter, NgramDrafter
 from paceline.drafters.ngram import STRONG
 from paceline.kernels.attention import BACKENDS
@@ -76,8 +77,7 @@ def test_by_default_ngram_drafts_suffice_only_if_every_match_is_of_the_longest_k
     draft = drafter.propose(batch, SpeculationPlan(3))
     own = models_own(batch, prompts, 3)
     assert own != [[6, 1, 2]] * len(prompts)
-    assert draft.tokens.tolist() == ([[6, 1, 2]] * len(prompts) if copies else own)
-    assert draft.counts.tolist() == [3] * len(prompts)
+    assert draft.draft_tokens == ([[6, 1, 2]] * len(prompts) if copies else own)
 
 
 @pytest.mark.parametrize("prompts", [[TWICE], [SHORT, TWICE], [NEW, NEW]])
@@ -88,10 +88,10 @@ def test_the_plans_fallback_decides_if_there_is_one(asked: int, prompts: list[li
     instead = lambda batch, copies: shown.append(copies) or [asked] * batch.rows  # noqa: E731
     draft = drafter.propose(batch, SpeculationPlan(4, fallback=instead))
     expected = NgramDrafter().propose(batch, SpeculationPlan(4))
-    assert [copies.tokens.tolist() for copies in shown] == [expected.tokens.tolist()]
+    assert [copies.draft_tokens for copies in shown] == [expected.draft_tokens]
     assert shown[0].confidence == expected.confidence
     if asked:
-        assert draft.tokens.tolist() == models_own(batch, prompts, min(asked, 4)), "never more than planned"
+        assert draft.draft_tokens == models_own(batch, prompts, min(asked, 4)), "never more than planned"
     else:
         assert draft is shown[0]
 
@@ -129,11 +129,11 @@ def test_trees_stay_trees_beside_chains(asked: list[int]) -> None:
     drafter.decoders[0].rewind(batch)
     draft = mixed_draft(drafter, batch, asked)
     (tree,) = (row for row in range(2) if asked[row])
-    assert draft.host_parents is not None
-    assert alone.host_parents is not None
+    assert draft.parents is not None
+    assert alone.parents is not None
     assert draft.draft_tokens[tree] == alone.draft_tokens[tree]
     size = len(alone.draft_tokens[tree])
-    assert draft.host_parents[tree][:size] == alone.host_parents[tree][:size] != list(range(-1, size - 1))
+    assert draft.parents[tree] == alone.parents[tree] != list(range(-1, size - 1))
     copies = NgramDrafter(width=2).propose(batch, SpeculationPlan(3)).draft_tokens[1 - tree]
     assert draft.draft_tokens[1 - tree] == copies
 
@@ -179,19 +179,17 @@ def test_after_any_rounds_the_draft_model_drafts_as_from_the_whole_text(seed: in
             draft = mixed_draft(drafter, batch, asked, k)
         for row, own in enumerate(models_own(batch, prompts, k)):
             assert not asked[row] or draft.draft_tokens[row] == own
-        accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.counts.tolist()])
+        accepted = torch.tensor([rng.choice([rng.randint(0, n), n]) for n in draft.drafted])
         tokens = torch.randint(0, VOCAB, (3, draft.k + 1), generator=torch.Generator().manual_seed(rng.randrange(99)))
         for row in range(3):
-            tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
-        verdict = Verdict(tokens, accepted, draft.counts)
-        batch.commit(verdict)
-        drafter.observe(batch, verdict)
+            tokens[row, : accepted[row]] = torch.tensor(draft.draft_tokens[row][: accepted[row]])
+        drafter.observe(batch, batch.commit(draft, Accepted(tokens, accepted)))
 
 
 @pytest.mark.parametrize("model", [ToyModel, FlatToy, lambda: tiny_native(1)], ids=["torch", "flat", "native"])
 def test_after_mixed_rounds_a_draft_model_that_is_the_target_is_always_right(model: Callable[[], AnyModel]) -> None:
     engine = make_engine(model(), model(), drafter="hybrid", num_speculative_tokens=4, attention="auto")
-    engine.parts.policy = RandomSources(seed=3)
+    engine.use_policy(RandomSources(seed=3))
     propose, verify = engine.parts.drafter.propose, []
 
     def proposed(batch: Batch, plan: SpeculationPlan) -> Draft:
@@ -204,7 +202,7 @@ def test_after_mixed_rounds_a_draft_model_that_is_the_target_is_always_right(mod
     observe = engine.parts.drafter.observe
 
     def observed(batch: Batch, verdict: Verdict) -> None:
-        rows = zip(batch.slots, verdict.host.accepted, verdict.host.drafted, strict=True)
+        rows = zip(batch.slots, verdict.accepted, verdict.drafted, strict=True)
         right.extend(accepted == drafted for slot, accepted, drafted in rows if verify and slot in verify[-1])
         observe(batch, verdict)
 
@@ -230,7 +228,7 @@ def test_measurements_before_the_first_ngram_draft_leave_no_trace() -> None:
             asked = 0 if self.round <= 2 else 3
             return SpeculationPlan(3, fallback=lambda batch, _copies: [asked] * batch.rows)
 
-    engine.parts.policy = CopiesFirst()
+    engine.use_policy(CopiesFirst())
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
     [output] = run(engine, [TWICE], params)
     assert answers([output]) == answers(run(make_engine(ToyModel()), [TWICE], params))

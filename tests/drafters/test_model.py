@@ -11,8 +11,7 @@ import torch
 from batches import filled
 from paceline.config import AcceptanceName, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Verdict
-from paceline.core.sampling import Purpose
+from paceline.core.values import Accepted, Purpose
 from paceline.drafters.model import ModelDrafter
 from paceline.kernels.attention import BACKENDS
 from paceline.models.decoding.draft_decoder import DraftDecoder
@@ -59,15 +58,14 @@ def test_draft_tokens_are_the_draft_models_own_continuation_after_any_history(se
         k = rng.choice([0, 0, 1, 2, 4])
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(k + 1)] for _ in PROMPTS])
         accepted = torch.tensor([rng.randint(0, k) for _ in PROMPTS])
+        draft = batch.empty_draft
         if k:
             draft = drafter.propose(batch, SpeculationPlan(k))
-            assert draft.tokens.tolist() == expected_tokens(batch, k)
-            assert draft.counts.tolist() == [k] * len(PROMPTS)
+            assert draft.draft_tokens == expected_tokens(batch, k)
+            assert draft.drafted == [k] * len(PROMPTS)
             for row in range(len(PROMPTS)):  # what is kept of a row is what was drafted
-                tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
-        verdict = Verdict(tokens, accepted, torch.full((len(PROMPTS),), k))
-        batch.commit(verdict)
-        drafter.observe(batch, verdict)
+                tokens[row, : accepted[row]] = torch.tensor(draft.draft_tokens[row][: accepted[row]])
+        drafter.observe(batch, batch.commit(draft, Accepted(tokens, accepted)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -80,15 +78,13 @@ def test_a_draft_that_is_stopped_early_leaves_the_next_one_right(seed: int) -> N
         draft = drafter.propose(batch, SpeculationPlan(k, stop_drafting=enough))
         drafted = min(k, stop)
         assert seen == [[step + 1] * len(PROMPTS) for step in range(drafted)]
-        assert draft.tokens.tolist() == expected_tokens(batch, drafted)
-        assert draft.counts.tolist() == [drafted] * len(PROMPTS)
+        assert draft.draft_tokens == expected_tokens(batch, drafted)
+        assert draft.drafted == [drafted] * len(PROMPTS)
         accepted = torch.tensor([rng.choice([rng.randint(0, drafted), drafted]) for _ in PROMPTS])
         tokens = torch.tensor([[rng.randrange(VOCAB) for _ in range(drafted + 1)] for _ in PROMPTS])
         for row in range(len(PROMPTS)):
-            tokens[row, : accepted[row]] = draft.tokens[row, : accepted[row]]
-        verdict = Verdict(tokens, accepted, draft.counts)
-        batch.commit(verdict)
-        drafter.observe(batch, verdict)
+            tokens[row, : accepted[row]] = torch.tensor(draft.draft_tokens[row][: accepted[row]])
+        drafter.observe(batch, batch.commit(draft, Accepted(tokens, accepted)))
 
 
 def test_a_draft_token_is_scored_by_its_likelihood_whatever_the_temperature() -> None:
@@ -96,8 +92,8 @@ def test_a_draft_token_is_scored_by_its_likelihood_whatever_the_temperature() ->
     draft = drafter.propose(batch, SpeculationPlan(3, stop_drafting=lambda part, scores: False))
     assert draft.confidence is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        for place, token in enumerate(draft.tokens[row].tolist()):
-            answer = draft.tokens[row, :place].tolist()
+        for place, token in enumerate(draft.draft_tokens[row]):
+            answer = draft.draft_tokens[row][:place]
             adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
             distribution = slow_distribution(adjusted, SamplingParams(temperature=1.0))
             assert draft.confidence[row][place] == pytest.approx(distribution[token], abs=1e-5)
@@ -119,7 +115,7 @@ def test_the_rejection_rule_gets_the_distribution_that_draft_tokens_were_drawn_f
     assert draft.probabilities is not None
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         for place in range(3):
-            answer = draft.tokens[row, :place].tolist()
+            answer = draft.draft_tokens[row][:place]
             adjusted = slow_adjust(logits_after(ToyModel(), prompt + answer), params, prompt, answer, frozenset(STOPS))
             assert draft.probabilities[row, place].tolist() == pytest.approx(
                 slow_distribution(adjusted, params), abs=1e-5

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from model_support import packed
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.core.batch import SpeculationPlan
@@ -19,8 +20,7 @@ from paceline.errors import ParameterError
 from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
-from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.native.model import Quantization
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import save_with_head, tiny_qwen3_5
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
@@ -45,12 +45,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
     """The target and its head: in torch ("float32"), or on the CPU kernels."""
-    model = load_model(checkpoint, dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    target: AnyModel = model
+    target: AnyModel = load_model(checkpoint, dtype=torch.float32)
     if kind != "float32":
         quantization: dict[str, Quantization | None] = {"bf16": None, "int8": "int8", "int4": "int4"}
-        target = NativeModel.from_weights(model.spec, model.weights, "tiny", quantization=quantization[kind], threads=1)
+        target = packed(checkpoint, quantization[kind], threads=1)
     return target, load_own_head(target, checkpoint)
 
 
@@ -98,7 +96,7 @@ def test_answers_equal_plain_decoding(checkpoint: Path, kind: str, drafter: str,
     plain = answers(run(make_engine(target, max_batch_size=1), PROMPTS, PARAMS))
     engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **options)
     if not options:
-        engine.parts.policy = RandomCaps()
+        engine.use_policy(RandomCaps())
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain
     drafted = sum(one.metrics.drafted for each in outputs for one in each.outputs)
@@ -109,7 +107,7 @@ def first_drafts(checkpoint: Path, kind: str) -> list[list[int]]:
     """Four draft tokens after each of some prompts."""
     target, head = loaded(checkpoint, kind)
     engine = make_engine(target, head, drafter="mtp", max_batch_size=8)
-    engine.parts.policy = FixedLength(0)
+    engine.use_policy(FixedLength(0))
     for prompt in PROMPTS_TO_COMPARE:
         engine.add(make_request(prompt, SamplingParams(temperature=0, max_tokens=9)))
     engine.step()

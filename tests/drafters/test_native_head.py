@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from batches import filled
+from covering import in_pairs
 from head_support import SWITCHES, Reading, tiny_feature_head, tiny_head, tiny_native_head
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
@@ -29,8 +30,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
 from paceline.errors import ParameterError
 from paceline.kernels import native
+from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.pack import INPUT_MULTIPLE, Format, dequantise, quantise
+from paceline.kernels.pack import Format, dequantise, quantise
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, Quantization
 from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, make_request, run, tiny_llama, tiny_native
@@ -298,18 +300,16 @@ class Anew:
         return decoder.native.draft(own, [count], None, distributions=False).draft_tokens[0]
 
 
-@pytest.mark.parametrize("rounds", ["kernels", "host", "kernels, parallel"])
-@pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("rounds", "chunk"), [("kernels", 4), ("host", 256), ("kernels, parallel", 4)])
 def test_draft_tokens_do_not_depend_on_what_happened_to_their_rows(chunk: int, rounds: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
     only."""
     target = tiny_native(1)
     head = tiny_native_head(target, TARGET_WIDTH, parallel="parallel" in rounds)
     engine = make_engine(target, head, drafter="feature", prefill_chunk=chunk, max_batch_size=4)
-    engine.parts.policy = RandomLength(seed=chunk)
+    engine.use_policy(RandomLength(seed=chunk))
     if rounds == "host":
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
     watched = Anew(engine, target, head)
     run(engine, PROMPTS, PARAMS)
     assert watched.compared > 100
@@ -332,7 +332,7 @@ def test_a_prompt_that_was_not_read_is_read_for_one_of_its_answers() -> None:
     target = tiny_native(1)
     head = tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, head, drafter="feature", max_batch_size=4)
-    engine.scheduler.watched = False  # all rows begin in one round
+    engine.expect(watched=False)  # all rows begin in one round
     (decoder,), engine.parts.policy, read = engine.parts.drafter.decoders, Late(seed=1), list[int]()
     original = decoder.prefill
 
@@ -394,7 +394,7 @@ def test_copied_prompts_give_the_same_bits_as_prompts_read_anew(temperature: flo
 
     def found(*, reuse: bool) -> tuple[list[list[list[int]]], list[tuple[int, int]], int]:
         engine = make_engine(target, head, drafter="feature", max_batch_size=2, prefix_cache=reuse)
-        engine.scheduler.watched = False  # first tokens come from a round, whatever is read
+        engine.expect(watched=False)  # first tokens come from a round, whatever is read
         watched = Anew(engine, target, head)
         outputs = run(engine, [first], [params])
         turn = [*first, *outputs[0].outputs[0].token_ids, 5, 6, 7]
@@ -518,9 +518,7 @@ def grown(head: NativeHead, which: int, params: SamplingParams, width: int, dept
     return growth.rows[0]
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("params", TREE_PARAMS)
-@pytest.mark.parametrize("kind", ["plain", "two layers", "parallel"])
+@in_pairs(kind=["plain", "two layers", "parallel"], params=TREE_PARAMS, width=[2, 4])
 def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None:
     head = natively(feature_head(**KINDS[kind]))
     decoder, batch = decoder_of(head, ROWS_OF_TREES), batch_of(ROWS_OF_TREES, TREE_PARAMS[params])
@@ -536,7 +534,7 @@ def test_trees_equal_those_of_growth(kind: str, params: str, width: int) -> None
             reference = grown(head, which, TREE_PARAMS[params], width, depth, max(COUNTS))
             chain = list(range(-1, draft.drafted[row] - 1))
             assert draft.draft_tokens[row] == reference.tokens
-            follows = chain if draft.host_parents is None else draft.host_parents[row][: len(chain)]
+            follows = chain if draft.parents is None else draft.parents[row]
             assert follows == reference.parents
             assert list(draft.kinds[row]) == reference.kinds
             assert draft.confidence[row] == pytest.approx(reference.scores, abs=1e-6)
@@ -553,7 +551,7 @@ def test_a_tree_ends_when_stop_drafting_says_so_and_reports_its_shape() -> None:
 
     draft = decoder.native.draft(batch, [5, 5], enough, distributions=False, width=2)
     assert len(asked) == 2
-    assert draft.host_parents == asked[-1]
+    assert draft.parents == asked[-1]
     assert draft.drafted == [4, 4]
 
 

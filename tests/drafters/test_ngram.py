@@ -13,6 +13,7 @@ from batches import filled, new_batch
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import RowStart, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND
+from paceline.core.draft_tensors import DraftTensors
 from paceline.drafters.lookup import OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 
@@ -52,10 +53,10 @@ def propose(rows: Sequence[Sequence[int]], documents: Sequence[Sequence[int]], k
     batch.set_live(range(len(rows)))
     draft = NgramDrafter(documents).propose(batch, SpeculationPlan(k))
     assert draft.probabilities is None
-    assert draft.tokens.shape == (len(rows), draft.k)
+    assert len(draft.draft_tokens) == len(rows)
     assert draft.k <= k
-    assert ((draft.tokens >= 0) & (draft.tokens < 10)).all()
-    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.counts.tolist(), strict=True)]
+    assert all(0 <= token < 10 for line in draft.draft_tokens for token in line)
+    return draft.draft_tokens
 
 
 token = st.integers(0, 3)
@@ -109,7 +110,7 @@ def test_continuations_that_part_ways_are_merged_into_a_tree() -> None:
     batch = filled([RowStart(row, SamplingParams(), 0)], 40, 10)
     draft = NgramDrafter(width=2).propose(batch, SpeculationPlan(3))
     assert draft.draft_tokens == [[5, 8, 9, 6, 7]]
-    assert draft.host_parents == [[-1, 0, 1, 0, 3]]
+    assert draft.parents == [[-1, 0, 1, 0, 3]]
     assert draft.confidence is not None
     assert draft.kinds == [[OWN, OWN, OWN, SIBLING_KIND + OWN, OWN]]
     assert NgramDrafter(width=1).propose(batch, SpeculationPlan(3)).draft_tokens == [[5, 8, 9]]
@@ -122,9 +123,10 @@ def test_a_tree_is_no_deeper_and_no_wider_than_asked_and_begins_with_the_chain(
 ) -> None:
     batch = filled([RowStart(row, SamplingParams(), 0)], 40, 10)
     draft = NgramDrafter(width=width).propose(batch, SpeculationPlan(k))
-    depths = Counter(len(way) for way in draft.token_paths[0][1:])
+    (ways,) = DraftTensors.of(draft, batch.device).paths
+    depths = Counter(len(way) for way in ways[1:])
     assert max(depths, default=0) <= k
     assert max(depths.values(), default=0) <= width
     assert len(draft.draft_tokens[0]) <= MAX_SPECULATION_LENGTH
-    assert len(set(map(tuple, draft.token_paths[0]))) == len(draft.token_paths[0])  # no two draft tokens say the same
+    assert len(set(map(tuple, ways))) == len(ways)  # no two draft tokens say the same
     assert draft.draft_tokens[0][:k] == NgramDrafter().propose(batch, SpeculationPlan(k)).draft_tokens[0]

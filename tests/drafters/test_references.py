@@ -65,7 +65,8 @@ def test_a_draft_says_where_its_draft_tokens_come_from(right: list[int]) -> None
 
     def watched(batch: Batch, plan: SpeculationPlan) -> Draft:
         draft = propose(batch, plan)
-        kinds.update(kind for line, count in zip(draft.kinds or [], draft.counts, strict=True) for kind in line[:count])
+        rows = zip(draft.kinds or [], draft.drafted, strict=True)
+        kinds.update(kind for line, count in rows for kind in line[:count])
         assert draft.spread(1, 3 + batch.rows).kinds == [[], *(draft.kinds or []), [], []]
         return draft
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.cli.batch import running
 from paceline.cli.jobs import Job, run_jobs
+from paceline.cli.settings import running
 from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.batch import Batch
 from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, RoundSeconds
@@ -312,7 +312,7 @@ def generate_beside_a_stream(llm: LLM) -> None:
     opened = llm.stream([1, 2], replace(PARAMS, max_tokens=190))
     next(opened)
     generate(llm)
-    opened.close()
+    opened.close()  # type: ignore[attr-defined]
 
 
 def serve(llm: LLM) -> None:
@@ -354,7 +354,7 @@ def generate_on_the_command_line(llm: LLM) -> None:
 def test_prompts_of_paceline_generate_need_no_more_passes_together() -> None:
     llm = slow_llm()
     assert len(passes(llm, generate_on_the_command_line)) == len(passes(slow_llm(), generate))
-    assert llm.engine.scheduler.closed is False
+    assert llm.engine.scheduler.final is False
 
 
 @pytest.mark.parametrize("work", [stream, generate_beside_a_stream, serve])

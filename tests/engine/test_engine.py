@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import in_pairs
 from paceline.config import EngineConfig, SamplingParams, StructuredOutputs
 from paceline.core.outputs import Metrics
 from paceline.core.sampling import sequence_seed
@@ -247,9 +248,7 @@ def faulty(where: str, n: int) -> Request:
     return Request(PROMPT, params)
 
 
-@pytest.mark.parametrize("rows", [2, 8])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("where", ["set up", "mask", "advance", "push", "finish", "logprobs"])
+@in_pairs(where=["set up", "mask", "advance", "push", "finish", "logprobs"], n=[1, 3], rows=[2, 8])
 def test_a_fault_of_one_request_ends_only_that_request(
     where: str, n: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,7 +525,6 @@ def test_the_answers_of_one_request_differ_and_come_again_with_the_seed() -> Non
 @pytest.mark.parametrize(
     "where", ["propose", "verify", "accept", "commit", "observe", "prefill", "process_outputs", "_release_finished"]
 )
-@pytest.mark.one_in(3)
 def test_an_interrupt_anywhere_in_a_round_leaves_the_engine_usable(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=3, prefill_chunk=3)
     parts, scheduler = engine.parts, engine.scheduler
@@ -623,9 +621,9 @@ def test_by_default_all_rounds_stay_on_a_cuda_device(
     config, cuda = EngineConfig(**options), ToyModel()
     cuda.device = torch.device("cuda")
     for documents, draft, expected in ((), False, drafter[0]), ((), True, drafter[1]):
-        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)
+        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)  # type: ignore[attr-defined]
         assert config.resolved(draft_model=draft, lookup=free).drafter == expected
-    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)
+    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)  # type: ignore[attr-defined]
 
 
 def test_rounds_with_unchanged_rows_read_no_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,28 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from covering import in_pairs
 from head_support import tiny_feature_head
 from kernels.tools import random_spec
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.acceptance import RULES, AcceptanceRule
+from paceline.core.acceptance import RULES
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Draft, OnDemand, branching, depths_of
+from paceline.core.draft import Draft, Verdict, branching, depths_of, empty_draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.drafters import Drafter
 from paceline.drafters.heads.native import NativeFusedStates, NativeHead
+from paceline.engine import memory
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory
-from paceline.engine.native_round import NativeRound, workspace_bytes
+from paceline.engine.rounds.choice import why_no_kernels_for
+from paceline.engine.rounds.kernels import NativeRound, workspace_bytes
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.auto import AutoLength
@@ -36,6 +41,7 @@ from toy import (
     ToyConstraint,
     ToyModel,
     answers,
+    kernels_of,
     make_engine,
     make_request,
     run,
@@ -69,7 +75,7 @@ class FunctionDrafter(Drafter):
 def engine_with(propose: ProposeFunction, **options: Any) -> Engine:
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=3, **options)
     engine.parts.drafter = FunctionDrafter(propose)
-    engine.scheduler.watched = False  # first tokens come from a round, too
+    engine.expect(watched=False)  # first tokens come from a round, too
     return engine
 
 
@@ -103,15 +109,20 @@ class FreeAfterOdd(ToyConstraint):
 def rounds_of_both_kinds(acceptance: str, k: int, natively: bool) -> tuple[list[list[list[int]]], Counter[bool]]:
     """Answers of bound and unbound rows, and the number of rounds that ran natively (True) and by the host."""
     engine = make_engine(tiny_native(1), drafter="ngram", num_speculative_tokens=k, acceptance=acceptance)
-    runner, rounds = engine.parts.native, Counter[bool]()
-    assert runner is not None
-    suits = runner.can_run
+    native, parts, rounds = native_round_of(engine), engine.parts, Counter[bool]()
+    run_natively, verify = native.run, parts.verify_and_commit
 
-    def can_run(rule: AcceptanceRule, draft: Draft) -> bool:
-        rounds[found := natively and suits(rule, draft)] += 1
-        return found
+    def by_kernels(draft: Draft) -> Verdict:
+        rounds[True] += 1
+        return run_natively(draft)
 
-    runner.can_run = can_run  # type: ignore[method-assign]
+    def by_steps(batch: Batch, draft: Draft) -> Verdict:
+        rounds[False] += 1
+        return verify(batch, draft)
+
+    native.run, parts.verify_and_commit = by_kernels, by_steps  # type: ignore[method-assign]
+    if not natively:
+        engine.rounds.choice.kernels = None
     outputs = []
     for row, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=0.8 * (row > 1), max_tokens=40, seed=row, presence_penalty=row / 4)
@@ -160,15 +171,14 @@ def test_a_draft_with_wrong_counts_is_refused(count: int, natively: bool) -> Non
     """Nothing may be read beyond the draft tokens."""
     engine = engine_with(lambda rows, _: Draft(tokens(rows, 1), counts(rows, count)))
     if not natively:
-        engine.parts.native = None
+        engine.rounds.choice.kernels = None
     with pytest.raises(ParameterError, match="counts"):
         run(engine, PROMPTS, PARAMS)
     assert engine.batch.length.tolist() == list(map(len, PROMPTS)), "no row has gained anything"
 
 
 def native_round_of(engine: Engine) -> NativeRound:
-    assert engine.parts.native is not None
-    return engine.parts.native
+    return kernels_of(engine).native
 
 
 def test_the_kernels_write_no_logits_beyond_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +207,7 @@ def test_memory_for_logits_is_kept_between_rounds_and_planned(monkeypatch: pytes
     config = EngineConfig(num_speculative_tokens=3)
     plan = functools.partial(plan_memory, engine.models.target, None, config, len(PROMPTS), POSITIONS)
     with_room = plan().workspace
-    monkeypatch.setattr(runner._model, "_packed", None)  # as on a machine without the kernels
+    monkeypatch.setattr(memory, "workspace_bytes", lambda *_: 0)
     assert with_room - plan().workspace == written
     assert workspace_bytes(ToyModel(), 100) == 0
 
@@ -218,7 +228,7 @@ def modes_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
 
     engine.parts.policy.choose = watched  # type: ignore[method-assign]
     monkeypatch.setattr(native, "current_pool", counted)
-    engine.scheduler.watched = False  # first tokens come from a round, too
+    engine.expect(watched=False)  # first tokens come from a round, too
     run(engine, PROMPTS[: len(params)], params)
     assert pools == {engine.threads}, "the model was loaded for another number"
     return modes
@@ -244,19 +254,15 @@ def test_rounds_without_torch_set_none_of_its_modes(monkeypatch: pytest.MonkeyPa
 def test_ngram_drafts_make_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookup, length policy and native rounds make none: an operator takes 20 to 50 us there."""
     engine = make_engine(tiny_native(1), drafter="ngram")
-    engine.parts.policy = AutoLength(CostModel(linear_costs(token=0.01)))
-    asked, drafted, make = list[object](), list[int](), OnDemand.__get__
-    select = engine.parts.policy.select
-
-    def noted(field: OnDemand, instance: object, owner: type | None = None) -> object:
-        asked.append(instance)
-        return make(field, instance, owner)
+    engine.expect(watched=False)  # first tokens come from a round, too
+    engine.use_policy(AutoLength(CostModel(linear_costs(token=0.01))))
+    asked, drafted, select = list[Draft](), list[int](), engine.parts.policy.select
 
     def watched(batch: Batch, draft: Draft) -> Draft:
         drafted.append(draft.k)
         return select(batch, draft)
 
-    monkeypatch.setattr(OnDemand, "__get__", noted)
+    monkeypatch.setattr(DraftTensors, "of", lambda draft, _device: asked.append(draft))
     monkeypatch.setattr(engine.parts.policy, "select", watched)
     run(engine, [[1, 2, 3, 4, 5] * 6] * 4, PARAMS)
     assert any(drafted)
@@ -299,7 +305,7 @@ class SomeRight:
             depths = [depth - 1 for depth in depths_of(parents)]
             draft_tokens.append([right[depth] if rng.random() < 0.7 else rng.randrange(VOCAB) for depth in depths])
             follows.append(parents)
-        return branching(draft_tokens, follows, batch.device)
+        return branching(draft_tokens, follows)
 
 
 def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeModel:
@@ -318,7 +324,7 @@ def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, 
     engine = make_engine(model, head, drafter=drafter, num_speculative_tokens=9, prefill_chunk=16, max_model_len=64)
     truth = truth_of(TREE_PROMPTS, params, answers(run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)))
     engine.parts.drafter.propose = SomeRight(truth, shape).propose  # type: ignore[method-assign]
-    engine.scheduler.watched = False  # a step is a round, the first one, too
+    engine.expect(watched=False)  # a step is a round, the first one, too
     for prompt, each in zip(TREE_PROMPTS, params, strict=True):
         engine.add(make_request(prompt, each))
     return engine
@@ -328,9 +334,7 @@ def assert_the_same(engine: Engine, other: Engine) -> None:
     """Compare the verdict of the last round and all per-row state."""
     verdicts = [each.last_verdict for each in (engine, other)]
     if verdicts[0] is not None and verdicts[1] is not None:
-        assert verdicts[0].host == verdicts[1].host
-        paths = [None if verdict.path is None else verdict.path.tolist() for verdict in verdicts if verdict]
-        assert paths[0] == paths[1]
+        assert replace(verdicts[0], timing=None) == replace(verdicts[1], timing=None)
     for one, another in zip(kept_of(engine), kept_of(other), strict=True):
         assert torch.equal(one, another)
 
@@ -349,26 +353,35 @@ WEIGHTS_AND_CACHES: list[tuple[Quantization | None, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("quantization", "cache"), WEIGHTS_AND_CACHES)
-@pytest.mark.parametrize("shape", ["random", "chain and siblings"])
-@pytest.mark.one_in(5)
+@in_pairs(
+    sampling=SAMPLING,
+    kept=[None, torch.bfloat16, torch.float32],
+    stored=WEIGHTS_AND_CACHES,
+    shape=["random", "chain and siblings"],
+)
 def test_native_tree_rounds_equal_step_by_step_rounds(
-    shape: str, quantization: Quantization | None, cache: torch.dtype, kept: torch.dtype | None, sampling: str
+    shape: str, stored: tuple[Quantization | None, torch.dtype], kept: torch.dtype | None, sampling: str
 ) -> None:
     """Verdicts, texts, caches and hidden states are equal to the bit after every round, while rows come and go."""
+    quantization, cache = stored
     model, params = model_of(quantization, cache), [SAMPLING[sampling](row) for row in range(MANY)]
     engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
-    parts.parts.native, rounds = None, Counter[str]()
+    parts.rounds.choice.kernels, rounds = None, Counter[str]()
+    native = native_round_of(engine)
+    run_natively = native.run
+
+    def counted(draft: Draft) -> Verdict:
+        rounds["natively"] += draft.parents is not None
+        return run_natively(draft)
+
+    native.run = counted  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
         parts.step()
         assert_the_same(engine, parts)
-        if engine.last_verdict is not None and engine.last_verdict.kept is not None:
-            rounds["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.kept)
-            rounds["deep"] += any(len(path) > 1 for path in engine.last_verdict.kept)
-            rounds["natively"] += "tokens" not in vars(engine.last_verdict)
+        if engine.last_verdict is not None and engine.last_verdict.path is not None:
+            rounds["moved"] += any(path != list(range(len(path))) for path in engine.last_verdict.path)
+            rounds["deep"] += any(len(path) > 1 for path in engine.last_verdict.path)
     assert not parts.busy
     assert rounds["natively"] > rounds["moved"] > 2 < rounds["deep"]
 
@@ -402,7 +415,7 @@ def test_tree_draft_tokens_without_a_cache_slot_are_refused(monkeypatch: pytest.
 def test_a_rule_without_trees_refuses_them_by_name() -> None:
     star = torch.full((4, 3), -1)
     engine = engine_with(lambda rows, k: Draft(tokens(rows, k), counts(rows, k), parents=star), acceptance="rejection")
-    assert native_round_of(engine).can_run(RULES["rejection"], Draft.empty(4, engine.batch.device))
+    assert why_no_kernels_for(empty_draft(4), RULES["rejection"], engine.batch) is None
     with pytest.raises(ParameterError, match=r"acceptance='rejection'.*trees"):
         run(engine, PROMPTS, PARAMS)
 
@@ -424,7 +437,7 @@ def test_rounds_of_branching_ngram_drafts_use_no_torch_operators() -> None:
     params = SamplingParams(temperature=0.8, max_tokens=60, seed=2)
     for _ in range(4):
         engine.add(make_request([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], params))
-    engine.scheduler.watched = False  # all four rows begin, and end, in one round
+    engine.expect(watched=False)  # all four rows begin, and end, in one round
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     trees = 0
@@ -433,6 +446,6 @@ def test_rounds_of_branching_ngram_drafts_use_no_torch_operators() -> None:
             assert engine._skips_torch()
             engine.step()
             assert engine.last_verdict is not None
-            trees += engine.last_verdict.host.trees is not None
+            trees += engine.last_verdict.trees is not None
     assert trees > 3
     assert operators.count == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import in_pairs
 from kernels.tools import random_spec
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
@@ -75,7 +76,7 @@ class Always(Drafter):
         self.text = text
 
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
-        return Draft.of([self.text[length : length + plan.k] for length in batch.lengths], batch.device)
+        return Draft([self.text[length : length + plan.k] for length in batch.lengths])
 
 
 def sound_answers(model: Model, params: SamplingParams) -> tuple[list[int], list[int]]:
@@ -107,9 +108,11 @@ def check(
     assert other.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, logprobs=2)])
-@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@in_pairs(
+    quantization=[None, "int8", "int4"],
+    drafter=[None, "ngram", "model"],
+    params=[GREEDY, SAMPLED, dataclasses.replace(SAMPLED, logprobs=2)],
+)
 def test_rounds_of_the_cpu_kernels(quantization: Any, drafter: str | None, params: SamplingParams) -> None:
     first, second = sound_answers(native(None, quantization=quantization), params)
     broken = token_of_one(first, second)
@@ -122,10 +125,12 @@ def test_rounds_of_the_cpu_kernels(quantization: Any, drafter: str | None, param
 TORCH = torch.bfloat16  # logits that the C++ operations do not take
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0, logprobs=2)])
-@pytest.mark.parametrize("drafter", [None, "ngram", "model"])
-@pytest.mark.parametrize("dtype", [torch.float32, TORCH])
+@in_pairs(
+    dtype=[torch.float32, TORCH],
+    drafter=[None, "ngram", "model"],
+    params=[GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0, logprobs=2)],
+    value=[math.nan, math.inf, -math.inf],
+)
 def test_rounds_of_the_host(dtype: torch.dtype, drafter: str | None, params: SamplingParams, value: float) -> None:
     first, second = sound_answers(BrokenToy(None, dtype=dtype), params)
     broken = token_of_one(first, second)
@@ -186,9 +191,7 @@ def test_the_next_request_in_the_slot_of_a_failed_one(make: Callable[..., Model]
     check([failed, other], first, second, broken)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("dtype", [torch.float32, TORCH])
+@in_pairs(dtype=[torch.float32, TORCH], params=[GREEDY, SAMPLED], value=[math.nan, math.inf, -math.inf])
 def test_logits_processors_that_leave_nothing_to_draw_from(
     dtype: torch.dtype, params: SamplingParams, value: float
 ) -> None:
@@ -221,9 +224,9 @@ def test_the_next_request_in_a_slot_with_masked_attention(attention: Any) -> Non
     sound, broken_model = tiny_llama(), copy.copy(tiny_llama())
     first, second = sound_answers(sound, GREEDY)
     broken = token_of_one(first, second)
-    embedding = sound._embedding.clone()
+    embedding = sound._embedding.clone()  # type: ignore[attr-defined]
     embedding[broken] = math.nan
-    broken_model._embedding = embedding
+    broken_model._embedding = embedding  # type: ignore[attr-defined]
     engine = make_engine(broken_model, max_batch_size=1, attention=attention)
     check(run(engine, [SOUND, OTHER], [GREEDY, GREEDY]), first, second, broken)
 

@@ -183,9 +183,9 @@ def test_tokens_of_a_round_after_the_deadline_are_dropped(clock: Clock, monkeypa
     output = add(engine, max_tokens=6, time_budget=2.0)
     process_outputs = engine.scheduler.process_outputs
 
-    def slowly(verdict: Any) -> Any:
+    def slowly(verdict: Any, rows: Any) -> Any:
         clock.now += 0.75
-        return process_outputs(verdict)
+        return process_outputs(verdict, rows)
 
     monkeypatch.setattr(engine.scheduler, "process_outputs", slowly)
     while engine.busy:

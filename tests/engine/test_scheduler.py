@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from covering import in_pairs
 from paceline.config import SamplingParams
 from paceline.core import hardware
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine import engine as engine_module
 from paceline.engine import request as request_module
@@ -80,8 +81,8 @@ def passes_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[list[
     gained, passes, verify = [], [], engine.parts.target.verify
     spy = Spy(engine.parts.target)
 
-    def noted(batch: Batch, draft: Draft) -> Tensor:
-        spy.chunks.append([1 + count for count in draft.drafted])
+    def noted(batch: Batch, draft: DraftTensors) -> Tensor:
+        spy.chunks.append((draft.counts + 1).tolist())
         return verify(batch, draft)
 
     engine.parts.target.verify = noted  # type: ignore[method-assign]
@@ -104,7 +105,7 @@ def test_the_pass_that_ends_a_prompt_gives_its_first_token(count: int) -> None:
     assert passes[0] == [[8] * count], "the last token is not recorded"
     assert max(passes[1][0]) > 1, "drafts are verified from the second token on"
     alone = make_engine(FlatToy(), **options)
-    alone.scheduler.watched = False  # rounds only
+    alone.expect(watched=False)  # rounds only
     expected, rounds = passes_of(alone, prompts)
     assert rounds[0][0] == passes[0][0]
     assert len(rounds[0]) == 2
@@ -121,7 +122,7 @@ def test_while_others_decode_first_tokens_come_from_their_round() -> None:
     assert len(second.outputs[0].token_ids) == 1
     assert spy.ended == 0
     assert engine.last_verdict is not None
-    assert len(engine.last_verdict.host.tokens) == 2
+    assert len(engine.last_verdict.tokens) == 2
 
 
 def test_a_row_that_ends_leaves_at_once_and_the_next_request_takes_its_place() -> None:
@@ -173,9 +174,7 @@ def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
     assert spy.tokens == sum(size - 1 for size in (3, 4, 30, 2, 25, 3))
 
 
-@pytest.mark.parametrize("chunk", [3, 1000])
-@pytest.mark.parametrize("rows", [2, 4, 8])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("rows", "chunk"), [(2, 3), (4, 1000), (8, 3)])
 def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
     spies = [Spy(decoder) for decoder in engine.parts.decoders]
@@ -308,7 +307,6 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
-@pytest.mark.wide
 def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)
     kind = rng.choice([ToyModel, FlatToy])
@@ -322,7 +320,7 @@ def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int)
         max_batch_size=rng.randint(1, 5),
         prefill_chunk=rng.choice([1, 3, 8, 100]),
     )
-    engine.parts.policy = RandomLength(seed)
+    engine.use_policy(RandomLength(seed))
     added: dict[str, tuple[RequestOutput, list[int], SamplingParams]] = {}
     ended: Counter[str] = Counter()
     for name in map(str, range(10)):
@@ -419,10 +417,7 @@ def late_ms(engine: Engine, slow: Slow, outputs: Sequence[RequestOutput]) -> lis
     return [1000 * (ends[name] - deadline) for name, deadline in deadlines.items()]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("prompt", [2, 150, 1500])
-@pytest.mark.parametrize("budget", [0.05, 0.1, 1.0])
-@pytest.mark.one_in(5)
+@in_pairs(budget=[0.05, 0.1, 1.0], prompt=[2, 150, 1500], rows=[1, 4])
 def test_a_time_budget_is_kept(slow: Slow, budget: float, prompt: int, rows: int) -> None:
     """A round takes 9 to 12 ms, the longest prompt 1.5 s."""
     engine = make_engine(slow, max_model_len=2000, longest_pause=0.1)

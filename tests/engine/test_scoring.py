@@ -34,7 +34,6 @@ from paceline.llm import LLM
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.passes import PaddedPasses
 from paceline.models.load import loading
-from paceline.models.torch.transformer import Transformer
 from recurrent_support import tiny_config
 from server_support import byte_tokenizer
 from toy_llm import toy_llm
@@ -158,14 +157,11 @@ def test_what_cannot_be_embedded_is_refused() -> None:
     assert llm.embed([], use_tqdm=False).shape[0] == 0
 
 
-@pytest.mark.parametrize("as_on_gpus", [False, True])
 @pytest.mark.parametrize(("rows", "most"), [(1, 64), (2, 85), (7, 144)])
 def test_a_recurrent_state_is_reused_only_where_it_can_be_cut(
-    monkeypatch: pytest.MonkeyPatch, rows: int, most: int, as_on_gpus: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, most: int
 ) -> None:
     """The choices of a question start from the state before them, once one choice has been read."""
-    if as_on_gpus:
-        monkeypatch.setattr(loading, "RecurrentModel", Transformer)
     model = Qwen3_5ForCausalLM(tiny_config()).eval()
     llm = LLM(model, **PLAIN | {"max_batch_size": rows})  # type: ignore[arg-type]
     read = count_reads(monkeypatch)
@@ -276,11 +272,11 @@ def told(text: PromptScores) -> list[TokenLogprob]:
 
 
 def score_all(engine: Engine, scored: Sequence[PromptScores], params: SamplingParams | None = None) -> None:
-    engine.scheduler.closed = True
+    engine.expect(final=True)
     outputs = [add(engine, text, params) for text in scored]
     while engine.busy:
         engine.step()
-    engine.scheduler.closed = False
+    engine.expect(final=False)
     assert all(map(finished, scored))
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
     assert not any(output.outputs[0].token_ids for output in outputs)

@@ -34,7 +34,7 @@ class Kind:
         options = {"attention": "auto", "prefill_chunk": 9, "prefix_cache": True} | (self.options or {})
         engine = make_engine(self.target(), draft, max_batch_size=5, **options)
         if options.get("rounds") != "device":
-            engine.parts.policy = (RandomLength if seed % 2 else RandomCaps)(seed=seed)
+            engine.use_policy((RandomLength if seed % 2 else RandomCaps)(seed=seed))
         return engine
 
 

@@ -57,13 +57,13 @@ def check_idle(llm: LLM) -> None:
 
 def count_rounds(llm: LLM) -> list[int]:
     """Record the rows of every round from now on."""
-    rows, original = [], llm.engine.runners.step
+    rows, original = [], llm.engine.rounds.step
 
     def recorded() -> Any:
         rows.append(llm.engine.batch.rows)
         return original()
 
-    llm.engine.runners.step = recorded  # type: ignore[method-assign]
+    llm.engine.rounds.step = recorded  # type: ignore[method-assign]
     return rows
 
 

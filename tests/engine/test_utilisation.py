@@ -123,7 +123,7 @@ def test_a_server_reports_utilisation() -> None:
         meter.record_round(engine)
         if engine.last_verdict is not None:
             now["seconds"] += engine.chunks.rounds.last
-            now["tokens"] += len(engine.last_verdict.host.accepted)
+            now["tokens"] += len(engine.last_verdict.accepted)
     assert now["tokens"] == 12
     assert value("paceline:decode_seconds_total") == pytest.approx(now["seconds"])
     assert meter.stats().utilisation is None, "the machine's peak is unknown"

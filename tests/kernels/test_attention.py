@@ -3,10 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import in_pairs
+from kernels import reference
 from kernels.tools import random_spec, run_attention
 from paceline.core.cache import KVCache
-from paceline.core.nodes import Nodes, seen_by
-from paceline.kernels import native, reference
+from paceline.core.nodes import Nodes
+from paceline.kernels import native
 
 on_every_isa = pytest.mark.parametrize("kernels", native.available(), ids=lambda kernels: kernels.name)
 ROWS, ROW = 3, 1
@@ -31,7 +33,7 @@ def case(kv_heads, shared, dim, past, new, positions, dtype):
     spec = random_spec(kv_heads=kv_heads, heads=kv_heads * shared, head_dim=dim)
     cache = filled_cache(kv_heads, positions, dim, dtype)
     qkv = torch.randn(new, (shared + 2) * kv_heads * dim, generator=torch.Generator().manual_seed(1))
-    return cache, qkv, past + torch.arange(new), reference.rotary_table(spec.rotary, spec.max_positions)
+    return cache, qkv, past + torch.arange(new), spec.rotary.table(spec.max_positions)
 
 
 def by_reference(cache, qkv, positions, table, heads, window):
@@ -40,7 +42,7 @@ def by_reference(cache, qkv, positions, table, heads, window):
     cos, sin = (part[positions] for part in table)
     rows = torch.full_like(positions, ROW)
     reference.write(0, cache, rows, positions, reference.rotate(k, cos, sin), v)
-    seen = seen_by(Nodes(rows, rows, positions))
+    seen = reference.seen_by(Nodes(rows, rows, positions))
     return reference.attend(0, cache, reference.rotate(q, cos, sin), rows, seen, dim**-0.5, window).flatten(1)
 
 
@@ -66,9 +68,7 @@ def test_attention_equals_the_reference(kernels, kv_heads, shared, dim, past, ne
     assert torch.equal(cache.values, other.values)
 
 
-@on_every_isa
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 5, 250])
+@in_pairs(kernels=native.available(), dtype=[torch.float32, torch.bfloat16], window=[None, 5, 250])
 def test_a_querys_bits_do_not_depend_on_the_other_queries(kernels, dtype, window):
     cache, qkv, positions, table = case(2, 3, 64, 200, 120, 400, dtype)
     together = run_attention(kernels, cache, qkv, ROW, positions, table, 6, window)

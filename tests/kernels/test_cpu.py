@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import new_batch
+from covering import in_pairs
 from paceline.config import MIN_TEMPERATURE, SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.ops import DrawInputs, Gained
-from paceline.core.sampling import Choices, Purpose, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.sampling import Choices, _draw_adjusted, adjust, masses, probabilities, warp
+from paceline.core.values import DrawInputs, Gained, Purpose
 from paceline.kernels import native
 from paceline.kernels.cpu import CpuOps
 
@@ -117,10 +118,7 @@ def assert_all_draw_the_reference_tokens(logits: torch.Tensor, batch: Batch, dra
         assert torch.equal(logits, before), "the caller's logits are the caller's"
 
 
-@pytest.mark.parametrize("spread", [3.0, 0.7])
-@pytest.mark.parametrize("kind", ["plain", "tied", "cut"])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.one_in(5)
+@in_pairs(vocab=VOCABULARIES, kind=["plain", "tied", "cut"], spread=[3.0, 0.7])
 def test_tokens_equal_the_references_for_each_parameter(vocab: int, kind: str, spread: float) -> None:
     params = ALL if vocab < 1000 else ALL[VOCABULARIES.index(vocab) + len(kind) :: 13]
     batch = batch_of(params, vocab)
@@ -192,22 +190,22 @@ def test_draft_tokens_are_accepted_like_the_references_for_any_parameters(
     kept = ((draft_tokens == draws[:, :-1]) & real[:, 1:]).cumprod(1).sum(1)
     given_logits = logits[real] if packed else logits
     places, scored = DrawInputs(given_logits, rows_of(batch), draft_tokens, counts), torch.arange(len(ALL)) % 2
-    tokens, accepted, _, own = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
+    tokens, accepted, _, logprobs_of = CpuOps(kernels).accept(places, Purpose.DRAW, scored)
     assert torch.equal(accepted, kept)
     assert len(set(kept.tolist())) == DRAFT_LENGTH + 1
     drawn = torch.arange(DRAFT_LENGTH + 1) <= kept[:, None]
     assert torch.equal(tokens, draws * drawn)
-    assert own is not None
+    assert logprobs_of is not None
+    own = logprobs_of.own
     logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # the model's own, for any parameters
     assert torch.allclose(own, logprobs * drawn * scored[:, None], atol=2e-5)
     wanted = [0 if each else -1 for each in scored.tolist()]
     assert torch.equal(own, CpuOps(kernels).logprobs(given_logits, Gained(tokens, accepted, counts), wanted)[0])
-    assert CpuOps(kernels).accept(places, Purpose.DRAW).own is None
+    assert CpuOps(kernels).accept(places, Purpose.DRAW).logprobs is None
 
 
 @on_every_isa
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.one_in(5)
 def test_probabilities_equal_the_references(kernels: native.Kernels, vocab: int) -> None:
     params = [*(ALL if vocab < 1000 else ALL[::16]), SamplingParams(temperature=0.0)]
     batch = batch_of(params, vocab)
@@ -262,9 +260,7 @@ def test_the_boundary_equals_the_references_where_masses_tie_with_top_p(kernels:
     assert torch.equal(found > 0, probabilities(logits, batch) > 0)
 
 
-@on_every_isa
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("packed", [False, True])
+@in_pairs(kernels=native.available(), vocab=VOCABULARIES, packed=[False, True])
 def test_log_probabilities_are_torchs_and_ties_go_to_the_smaller_token(
     kernels: native.Kernels, vocab: int, packed: bool
 ) -> None:

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import new_batch
-from paceline.core.ops import DrawInputs
-from paceline.core.ops import DrawRows as Rows
-from paceline.core.sampling import Choices, Purpose, _draw, noise_key
+from covering import in_pairs
+from paceline.core.sampling import Choices, _draw, noise_key
+from paceline.core.values import DrawInputs, Purpose
+from paceline.core.values import DrawRows as Rows
 from paceline.kernels import cpu, native
 from paceline.kernels.cpu import CpuOps, cpu_ops
 
@@ -145,9 +146,7 @@ def test_draft_tokens_are_accepted_like_the_references(
     assert torch.equal(found[0], draws * drawn)
 
 
-@on_every_isa
-@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
-@pytest.mark.parametrize("fill", [math.nan, -math.inf])
+@in_pairs(kernels=native.available(), vocab=[1, 127, 128, 129, 1000], fill=[math.nan, -math.inf])
 def test_the_first_of_the_largest_logits_is_found_wherever_it_lies(kernels, vocab, fill):
     places = torch.tensor([0, vocab // 3, vocab // 2, vocab - 1])
     logits = torch.full((4, 1, vocab), fill)
@@ -188,9 +187,7 @@ def test_a_masked_token_has_no_likelihood(kernels, fill):
     assert found[1] < 1e-30
 
 
-@on_every_isa
-@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
-@pytest.mark.parametrize("vocab", [5, 37, 1003])
+@in_pairs(kernels=native.available(), value=[-math.inf, math.nan, math.inf], vocab=[5, 37, 1003])
 def test_no_token_has_a_likelihood_where_none_can_be_drawn(kernels, value, vocab):
     logits = torch.full((1, 1, vocab), value)
     assert CpuOps(kernels).likelihood(DrawInputs(logits, unasked(1)), torch.tensor([[0]])).item() == 0.0

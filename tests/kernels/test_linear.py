@@ -1,17 +1,23 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from kernels.tools import ADD, SWIGLU, embed, quantise_row, rms_norm, run_linear, same_bits
-from paceline.kernels import native, pack, reference
+from covering import in_pairs
+from kernels import reference
+from kernels.tools import embed, quantise_row, rms_norm, run_linear, same_bits
+from paceline.kernels import native, pack
+from paceline.kernels.abi import Epilogue
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight
 
 FORMATS: tuple[Format, ...] = ("int8", "bf16", "int4")
 EVERY = (*native.available(), *native.emulated())
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 in_every_format = pytest.mark.parametrize("to", FORMATS)
+NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
 
 
 def normal(*shape, seed=0):
@@ -96,10 +102,7 @@ def test_quantised_rows_equal_the_references_exactly(kernels, inputs, scale, see
         assert torch.equal(sums.long(), factor * expected.flatten().view(len(sums), -1).long().sum(dim=1))
 
 
-@on_every_isa
-@in_every_format
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("places", [(0,), (69,), (64, 127), (3, 17, 35, 129)], ids=str)
+@in_pairs(kernels=EVERY, to=FORMATS, value=NOT_FINITE, places=[(0,), (69,), (64, 127), (3, 17, 35, 129)])
 def test_inputs_that_are_not_finite_give_no_finite_output_and_change_no_other_row(kernels, to, value, places):
     x, weight = normal(5, 130), pack.quantise(normal(40, 130, seed=1), to)
     clean = run_linear(kernels, x, weight)
@@ -111,23 +114,20 @@ def test_inputs_that_are_not_finite_give_no_finite_output_and_change_no_other_ro
 
 
 @on_every_isa
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", range(0, 192, 13))
-def test_a_quantised_group_that_is_not_finite_equals_the_references(kernels, value, place):
-    x = normal(192)
-    x[place] = value
-    expected, scales = reference.quantise_rows(x[None])
-    assert scales[0].isnan().tolist() == [group == place // 64 for group in range(3)]
-    for to, factor in (("int8", -128), ("int4", 1)):
-        values, got, sums = quantise_row(kernels, x, pack.quantise(normal(8, 192), to))
+def test_a_quantised_group_that_is_not_finite_equals_the_references(kernels):
+    weights = {(to, factor): pack.quantise(normal(8, 192), to) for to, factor in (("int8", -128), ("int4", 1))}
+    for value, place, ((_, factor), weight) in itertools.product(NOT_FINITE, range(0, 192, 13), weights.items()):
+        x = normal(192)
+        x[place] = value
+        expected, scales = reference.quantise_rows(x[None])
+        assert scales[0].isnan().tolist() == [group == place // 64 for group in range(3)]
+        values, got, sums = quantise_row(kernels, x, weight)
         assert torch.equal(values, expected.flatten())
         torch.testing.assert_close(got, scales[0], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(sums.long(), factor * expected.flatten().view(len(sums), -1).long().sum(dim=1))
 
 
-@on_every_isa
-@in_every_format
-@pytest.mark.parametrize("inputs", [64, 576, 1100])
+@in_pairs(kernels=EVERY, to=FORMATS, inputs=[64, 576, 1100])
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernels, to, inputs):
     x = normal(200, inputs)
     weight, bias = pack.quantise(normal(77, inputs, seed=1), to), normal(77)
@@ -151,13 +151,11 @@ def test_all_instruction_sets_give_the_same_bits_for_integer_weights(to):
     assert same_bits([run_linear(kernels, x, weight) for kernels in EVERY])
 
 
-@on_every_isa
-@in_every_format
-@pytest.mark.parametrize("ffn", [16, 88, 200])
+@in_pairs(kernels=EVERY, to=FORMATS, ffn=[16, 88, 200])
 def test_swiglu_in_the_epilogue(kernels, to, ffn):
     x, gate_up, bias = normal(13, 100), normal(2 * ffn, 100, seed=1), normal(2 * ffn, seed=2)
     weight = pack.quantise(pack.interleave_gate_up(gate_up), to)
-    y = run_linear(kernels, x, weight, pack.interleave_gate_up(bias), epilogue=SWIGLU)[:, :ffn]
+    y = run_linear(kernels, x, weight, pack.interleave_gate_up(bias), epilogue=Epilogue.SWIGLU)[:, :ffn]
     gate, up = reference.linear(x, pack.quantise(gate_up, to), bias).chunk(2, dim=1)
     torch.testing.assert_close(y, functional.silu(gate) * up, rtol=1e-5, atol=1e-4)
 
@@ -166,7 +164,7 @@ def test_swiglu_in_the_epilogue(kernels, to, ffn):
 @in_every_format
 def test_adding_to_the_residual_in_the_epilogue(kernels, to):
     x, weight, residual = normal(13, 100), pack.quantise(normal(45, 100, seed=1), to), normal(13, 45, seed=2)
-    y = run_linear(kernels, x, weight, epilogue=ADD, out=residual)
+    y = run_linear(kernels, x, weight, epilogue=Epilogue.ADD, out=residual)
     assert torch.equal(y, residual + run_linear(kernels, x, weight))
 
 

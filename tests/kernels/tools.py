@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import replace
 
 import torch
@@ -12,37 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.cache import KVCache
-from paceline.kernels import abi, native, pack
+from paceline.kernels import abi, native, pack, structs
+from paceline.kernels.abi import Epilogue
 from paceline.kernels.pack import Weight
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
 GARBAGE = 3e4  # in a cache, beyond a row's length
-STORE, ADD, SWIGLU = range(3)
-
-
-class CRotary(ctypes.Structure):
-    """csrc: Rotary."""
-
-    _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("half", c_int), ("positions", c_int64))
-
-
-class CAttention(ctypes.Structure):
-    """csrc: Attention."""
-
-    _fields_ = (
-        *(("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t)),
-        *((name, c_void_p) for name in ("positions", "slots", "paths", "keys", "values")),
-        *((name, c_size_t) for name in ("row_stride", "head_stride", "position_stride")),
-        ("bf16", ctypes.c_bool),
-        *((name, c_int) for name in ("heads", "kv_heads", "dim")),
-        *(("capacity", c_int64), ("window", c_int64), ("scale", c_float)),
-        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm")),
-        ("epsilon", c_float),
-        ("gates", c_size_t),
-        ("norm_all", ctypes.c_bool),
-        ("sinks", c_void_p),
-    )
 
 
 def random_spec(
@@ -194,14 +169,14 @@ def run_linear(
     weight: Weight,
     bias: Tensor | None = None,
     *,
-    epilogue: int = STORE,
+    epilogue: Epilogue = Epilogue.STORE,
     out: Tensor | None = None,
     threads: int = THREADS,
 ) -> Tensor:
     """x [N, K] through one packed linear layer; the output's columns are those of the weight (half with SwiGLU)."""
     packed = pack.pack(weight, bias)
-    description = abi.CLinear.of(packed)
-    columns = packed.outputs // 2 if epilogue == SWIGLU else packed.outputs
+    description = structs.linear(packed)
+    columns = packed.outputs // 2 if epilogue == Epilogue.SWIGLU else packed.outputs
     stride = pack.round_up(packed.outputs, 64)
     wide = torch.zeros(x.shape[0], stride) if out is None else pad(out, (0, stride - out.shape[1])).contiguous()
     padded = pad(x, (0, packed.inputs - x.shape[1])).contiguous()
@@ -213,7 +188,7 @@ def run_linear(
 def quantise_row(kernels: native.Kernels, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
     """x [K] -> int8 values [K padded], scales of groups of 64, sums."""
     packed = pack.pack(weight)
-    description = abi.CLinear.of(packed)
+    description = structs.linear(packed)
     padded = pad(x, (0, packed.inputs - x.shape[0])).contiguous()
     values = torch.zeros(packed.inputs, dtype=torch.int8)
     scales = torch.zeros(packed.inputs // 64)
@@ -237,10 +212,10 @@ def run_attention(
     kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
     qkv = qkv.clone()
     out = torch.zeros(qkv.shape[0], heads * dim)
-    whole = abi.CCache.of(cache)
+    whole = structs.cache(cache)
     where = whole.tables[0]
     cos, sin = (part.contiguous() for part in table)
-    attention = CAttention(
+    attention = abi.CAttention(
         qkv=qkv.data_ptr(),
         qkv_stride=qkv.shape[1],
         out=out.data_ptr(),
@@ -260,7 +235,7 @@ def run_attention(
         scale=dim**-0.5,
         epsilon=1e-6,
     )
-    rotary = CRotary(cos.data_ptr(), sin.data_ptr(), cos.shape[1], cos.shape[0])
+    rotary = abi.CRotary(cosine=cos.data_ptr(), sine=sin.data_ptr(), half=cos.shape[1], positions=cos.shape[0])
     place = ctypes.addressof(attention), ctypes.addressof(rotary)
     kernels.library.pl_attend(kernels.handle, *place, row, qkv.shape[0])
     return out
@@ -277,7 +252,7 @@ def rms_norm(kernels: native.Kernels, x: Tensor, weight: Tensor, epsilon: float)
 
 def embed(kernels: native.Kernels, weight: Weight, token: int) -> Tensor:
     packed = pack.pack(weight)
-    description = abi.CLinear.of(packed)
+    description = structs.linear(packed)
     out = torch.zeros(packed.inputs)
     kernels.library.pl_embed(kernels.handle, ctypes.addressof(description), token, out.data_ptr())
     return out

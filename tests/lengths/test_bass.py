@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
@@ -40,8 +39,7 @@ def test_the_length_stops_at_the_limit() -> None:
 
 
 def verdict(accepted: list[int], drafted: list[int]) -> Verdict:
-    width = max(drafted) + 1
-    return Verdict(torch.zeros(len(accepted), width, dtype=torch.int64), torch.tensor(accepted), torch.tensor(drafted))
+    return Verdict([[0] * (count + 1) for count in accepted], accepted, drafted)
 
 
 def test_rounds_without_draft_tokens_teach_nothing() -> None:

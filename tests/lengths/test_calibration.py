@@ -9,10 +9,10 @@ import pytest
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft, Verdict
-from paceline.engine.native_round import NativeRound
+from paceline.engine.rounds.kernels import NativeRound
 from paceline.kernels import native
 from paceline.lengths import calibration as calibration_module
-from paceline.lengths.auto import DEPTHS
+from paceline.lengths.by_position import DEPTHS
 from paceline.lengths.calibration import Calibration, Grid, TimedRun
 from paceline.lengths.cost import CostTable
 from toy import ToyModel, make_engine, run, slow_answer, tiny_native, tiny_native_experts
@@ -131,17 +131,21 @@ def test_trees_drafted_for_a_measurement_are_in_no_round(drafter: str) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason=f"the kernels count experts: {native.why_none()}")
-def test_a_table_has_the_bytes_of_the_experts_that_rounds_read() -> None:
+def test_measured_rounds_read_more_experts_the_more_tokens_they_have() -> None:
+    """Draft tokens differ, so they run through different experts."""
     model = tiny_native_experts()
     engine = make_engine(model, drafter="ngram", max_batch_size=8)
-    table = engine.measure_costs(Grid((1, 8), (0, 1, 3), seconds=0.0))
-    shared, layers, experts, used = model.weight_bytes() - model.expert_bytes(), 2, 11, 3
+    parts, layers, experts, used = engine.parts, 2, 11, 3
     one = model.expert_bytes() / (layers * experts)
-    assert table.weight_bytes[0][0] == shared + layers * used * one, "a token reads its experts"
-    few, many = (line[-1] - shared for line in table.weight_bytes)
-    assert layers * used * one < few < many <= model.expert_bytes()
-    dense = make_engine(tiny_native(1), drafter="ngram", max_batch_size=8)
-    assert dense.measure_costs(Grid((1, 8), (0, 1), seconds=0.0)).weight_bytes == ()
+    measurement = Calibration(parts.target, parts.drafter, parts.accept, Grid((1, 8), (0, 3), seconds=0.0))
+
+    def read(rows: int, k: int) -> int:
+        before = model.expert_bytes_read()
+        measurement._verify(rows, k, measurement.context).measure()
+        return model.expert_bytes_read() - before
+
+    assert read(1, 0) == layers * used * one, "a token reads its experts"
+    assert layers * used * one < read(1, 3) < read(8, 3) <= model.expert_bytes()
 
 
 @pytest.mark.skipif(not native.available(), reason=f"the kernels play these rounds: {native.why_none()}")
@@ -151,7 +155,7 @@ def test_native_rounds_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch)
 
     def watched(runner: NativeRound, draft: Draft) -> Verdict:
         verdict = play(runner, draft)
-        played.add((runner._batch.rows, draft.k, len(verdict.host.gained)))
+        played.add((runner._batch.rows, draft.k, len(verdict.gained)))
         assert runner._batch is not engine.batch, "no request sees it"
         return verdict
 

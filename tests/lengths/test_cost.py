@@ -138,12 +138,12 @@ def mixture(sizes: tuple[int, ...] = (1, 8), lengths: tuple[int, ...] = (0, 1, 3
     read = tuple(
         tuple(SHARED_BYTES + EXPERTS * (1 - (1 - USED / EXPERTS) ** count) for count in line) for line in tokens
     )
-    return CostTable(sizes, lengths, 100, read, (0.0,) * len(sizes), (0.0,) * len(sizes), weight_bytes=read)
+    return CostTable(sizes, lengths, 100, read, (0.0,) * len(sizes), (0.0,) * len(sizes))
 
 
 def test_a_mixture_of_experts_pays_for_the_experts_that_draft_tokens_add() -> None:
     """Verifying 3 draft tokens for each of 8 rows reads most experts that one token for each did not."""
-    dense = CostModel(replace(mixture(), verify=((70.0, 70.1, 70.3, 70.7, 71.5),) * 2, weight_bytes=()))
+    dense = CostModel(replace(mixture(), verify=((70.0, 70.1, 70.3, 70.7, 71.5),) * 2))
     costs = CostModel(mixture())
     assert costs.times(8, 100).extra(8 * 3) > 0.6 * costs.times(8, 100).plain
     assert dense.times(8, 100).extra(8 * 3) < 0.01 * dense.times(8, 100).plain

@@ -151,7 +151,8 @@ def test_no_draft_model_reads_a_prompt_before_the_first_token_that_it_is_not_wan
 ) -> None:
     """All n answers begin at once, so the policy is asked about n rows for each of them."""
     engine, read = engine_with()
-    policy, engine.parts.policy = policy_with(chance), FixedLength(0)
+    policy = policy_with(chance)
+    engine.use_policy(FixedLength(0))
     engine.parts.policy.expects_to_draft = policy.expects_to_draft  # type: ignore[method-assign]
     run(engine, [PROMPT], [SamplingParams(temperature=1.0, n=n, max_tokens=3, seed=1)])
     assert sum(read) == tokens
@@ -182,7 +183,7 @@ def test_a_prompt_that_was_not_read_is_read_once_for_all_answers_when_it_is_want
     kind: type[ToyModel], only: int | None
 ) -> None:
     engine, read = engine_with(kind)
-    engine.parts.policy = Late(5, only)
+    engine.use_policy(Late(5, only))
     surprises: list[int] = []
     (draft,), catch_up = engine.parts.drafter.decoders, engine.parts.drafter.decoders[0].catch_up
 

@@ -133,12 +133,7 @@ def test_drafts_from_other_texts_are_judged_apart_from_those_of_the_rows_own() -
 
 def judged(draft_tokens: list[int], gained: list[int], accepted: int, verified: int) -> tuple[int, int]:
     """Number of one row's draft tokens that can be judged, and number of those that are right."""
-    draft = Draft(torch.tensor([draft_tokens], dtype=torch.int64), torch.tensor([len(draft_tokens)]))
-    width = max(len(gained), 1)
-    tokens = torch.full((1, width), 99)  # beyond what was gained lies anything
-    tokens[0, : len(gained)] = torch.tensor(gained)
-    verdict = Verdict(tokens, torch.tensor([accepted]), torch.tensor([verified]))
-    (line,) = judge(draft, verdict)
+    (line,) = judge(Draft([draft_tokens]), Verdict([gained[: accepted + 1]], [accepted], [verified]))
     assert [place for place, _ in line] == list(range(len(line)))
     return len(line), sum(right for _, right in line)
 
@@ -186,5 +181,5 @@ def test_draft_tokens_are_judged_by_tokens_gained_from_another_draft(
 
 def test_padding_is_ignored_and_rows_are_judged_apart() -> None:
     draft = Draft(torch.tensor([[1, 1], [1, 2], [7, 7]]), torch.tensor([1, 2, 0]))
-    verdict = Verdict(torch.tensor([[1, 1, 1], [1, 3, 0], [7, 7, 7]]), torch.tensor([2, 1, 2]), torch.tensor([2, 2, 2]))
+    verdict = Verdict([[1, 1, 1], [1, 3], [7, 7, 7]], [2, 1, 2], [2, 2, 2])
     assert judge(draft, verdict) == [[(0, True)], [(0, True), (1, False)], []]

@@ -15,7 +15,9 @@ from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
-from paceline.lengths.auto import AutoLength, AutoRound
+from paceline.core.draft_tensors import DraftTensors
+from paceline.lengths.auto import AutoLength
+from paceline.lengths.auto_round import AutoRound
 from paceline.lengths.cost import CostModel, CostTable
 from paceline.lengths.scores import ScoreCalibration, bins_of, bins_of_draft, judge
 from simulation import Reader, linear_costs, with_timing
@@ -33,11 +35,8 @@ def path_to(tree: Sequence[int], draft_token: int) -> list[int]:
 def draft_of(
     trees: list[Tree], scores: list[list[float]] | None = None, tokens: list[list[int]] | None = None
 ) -> Draft:
-    """A draft with one tree per row, padded to equal size."""
-    k = max(map(len, trees))
-    parents = torch.tensor([[*tree, *[-1] * (k - len(tree))] for tree in trees])
-    filled = torch.tensor([[*line, *[0] * (k - len(line))] for line in tokens or [list(range(k))] * len(trees)])
-    return Draft(filled, torch.tensor([len(tree) for tree in trees]), None, scores, parents=parents)
+    """A draft with one tree per row."""
+    return Draft(tokens or [list(range(len(tree))) for tree in trees], confidence=scores, parents=trees)
 
 
 def batch_of(rows: int) -> Batch:
@@ -76,7 +75,7 @@ def test_draft_tokens_with_right_ancestors_are_judged_as_far_as_the_gained_token
 ) -> None:
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=len(tree), max_size=len(tree)))
     gained = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    verdict = Verdict(torch.tensor([gained]), torch.tensor([len(gained) - 1]), torch.tensor([0]))
+    verdict = Verdict([gained], [len(gained) - 1], [0])
     (judged,) = judge(draft_of([tree], tokens=[tokens]), verdict)
 
     def is_first(draft_token: int) -> bool:
@@ -124,13 +123,11 @@ def test_the_chosen_nodes_have_the_highest_value_and_are_a_tree(seed: int, token
             policy.ngram_drafts.calibration.survivals(0, *each)
             for each in zip(bins_of_draft(draft), trees, strict=True)
         ]
-        taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.counts.tolist(), strict=True)]
-        value = sum(map(sum, taken)) - note.price * costs.verify_ms(2, int(chosen.counts.sum()) / 2)
+        taken = [sorted(line, reverse=True)[:n] for line, n in zip(lines, chosen.drafted, strict=True)]
+        value = sum(map(sum, taken)) - note.price * costs.verify_ms(2, sum(chosen.drafted) / 2)
         assert value == pytest.approx(best_by_trying(lines, trees, note.price, costs))
         chains = [list(range(-1, len(line) - 1)) for line in chosen.draft_tokens]
-        for row, (draft_tokens, follows) in enumerate(
-            zip(chosen.draft_tokens, chosen.host_parents or chains, strict=True)
-        ):
+        for row, (draft_tokens, follows) in enumerate(zip(chosen.draft_tokens, chosen.parents or chains, strict=True)):
             assert all(parent < place for place, parent in enumerate(follows))
             ways = [
                 [draft.draft_tokens[row][step] for step in path_to(trees[row], draft_token)]
@@ -141,9 +138,8 @@ def test_the_chosen_nodes_have_the_highest_value_and_are_a_tree(seed: int, token
             ] == ways
 
 
-def real_ways(draft: Draft) -> list[list[list[int]]]:
-    """Paths without padding."""
-    return [ways[: 1 + count] for ways, count in zip(draft.token_paths, draft.drafted, strict=True)]
+def ways_of(draft: Draft) -> list[list[list[int]]]:
+    return DraftTensors.of(draft, torch.device("cpu")).paths
 
 
 @given(st.lists(trees, min_size=1, max_size=3), st.randoms(use_true_random=False))
@@ -157,7 +153,7 @@ def test_a_tree_in_another_order_is_the_same_tree(trees: list[Tree], rng: random
         orders.append(order)
     draft = draft_of(trees)
     new = draft.ordered(orders)
-    assert list(map(sorted, real_ways(new))) == list(map(sorted, real_ways(draft)))
+    assert list(map(sorted, ways_of(new))) == list(map(sorted, ways_of(draft)))
     assert new.draft_tokens == [
         [line[draft_token] for draft_token in order] for line, order in zip(draft.draft_tokens, orders, strict=True)
     ]
@@ -179,12 +175,12 @@ def play(policy: AutoLength, chances: Sequence[float], tree: Tree, rounds: int, 
         kept: list[int] = []
         if plan.k:
             draft = policy.select(batch, draft_of([tree]).capped([plan.k]))
-            size, draft_tokens = int(draft.counts[0]), draft.draft_tokens[0]
+            (size,), draft_tokens = draft.drafted, draft.draft_tokens[0]
             kept = truth[
                 : next((n for n, draft_token in enumerate(truth) if draft_token not in draft_tokens), len(truth))
             ]
         gained = [*truth[: len(kept)], truth[len(kept)] if len(kept) < len(truth) else 63]
-        verdict = Verdict(torch.tensor([gained]), torch.tensor([len(kept)]), torch.tensor([size]))
+        verdict = Verdict([gained], [len(kept)], [size])
         policy.observe(batch, with_timing(verdict, plan, 0.0, costs.verify_ms(1, size)))
         verified.append(size)
     return verified

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import real_models
-from damaged_files import BOMBS
+from hostile.at_random import BOMBS
 from paceline.chat.families import FORMATS
 from paceline.chat.messages import for_template
 from paceline.errors import RequestError

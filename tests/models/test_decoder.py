@@ -8,7 +8,7 @@ import torch
 from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.kernels.attention import BACKENDS
 from paceline.models.base import Model
 from paceline.models.decoding.draft_decoder import DraftDecoder
@@ -42,7 +42,7 @@ def test_verify_returns_the_logits_after_every_draft_token(name: str, backend: s
     decoder, batch = setup(model, backend)
     draft_tokens = torch.randint(0, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([4, 2, 0])
-    logits = decoder.verify(batch, Draft(draft_tokens, counts))
+    logits = decoder.verify(batch, DraftTensors(draft_tokens, counts))
     for row, prompt in enumerate(PROMPTS):
         for place in range(int(counts[row]) + 1):
             expected = logits_after(model, prompt + draft_tokens[row, :place].tolist())
@@ -58,7 +58,7 @@ def test_chunked_prefill_equals_one_prefill(name: str, chunks: list[tuple[int, i
     decoder.cache.values.fill_(7)
     for start, stop in chunks:  # the other rows are padded beyond their end
         decoder.prefill(batch, range(3), [0, start, min(start, 2)], [0, stop, min(stop, 2)])
-    logits = decoder.verify(batch, batch.empty_draft)
+    logits = decoder.verify(batch, DraftTensors.of(batch.empty_draft, batch.device))
     for row, prompt in enumerate(PROMPTS):
         assert logits[row, 0].tolist() == pytest.approx(logits_after(model, prompt), abs=1e-4)
     assert decoder.num_computed_tokens[:3].tolist() == [0, 5, 2]
@@ -70,7 +70,7 @@ def test_prefill_of_later_rows_does_not_change_decoding_rows() -> None:
     batch.set_row(3, RowStart([5] * 9, SamplingParams(), 3))
     decoder.prefill(batch, [3], [0], [8])
     batch.set_live(range(4))
-    logits = decoder.verify(batch, batch.empty_draft)
+    logits = decoder.verify(batch, DraftTensors.of(batch.empty_draft, batch.device))
     for row, prompt in enumerate([*PROMPTS, [5] * 9]):
         assert logits[row, 0].tolist() == logits_after(model, prompt)
 
@@ -82,7 +82,7 @@ def test_a_full_row_decodes_its_last_token_beside_long_drafts(name: str) -> None
     decoder, batch = setup(model, positions=7)
     draft_tokens = torch.ones(3, 6, dtype=torch.int64)
     for _ in range(2):
-        logits = decoder.verify(batch, Draft(draft_tokens, torch.tensor([6, 1, 4])))
+        logits = decoder.verify(batch, DraftTensors(draft_tokens, torch.tensor([6, 1, 4])))
     for row, (prompt, places) in enumerate(zip(PROMPTS, (7, 2, 5), strict=True)):
         for place in range(places):
             if len(prompt) + place <= 7:
@@ -116,7 +116,7 @@ def test_a_copied_row_continues_like_its_source() -> None:
     batch.set_live(range(3))
     decoder.copy_row(1, 0, 5)
     assert decoder.num_computed_tokens[0] == 5
-    logits = decoder.verify(batch, batch.empty_draft)
+    logits = decoder.verify(batch, DraftTensors.of(batch.empty_draft, batch.device))
     assert logits[0, 0].tolist() == logits[1, 0].tolist() == logits_after(model, PROMPTS[1])
 
 

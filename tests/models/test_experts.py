@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from paceline.models.native.matrices import StoredMatrix, load_packed
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model_support import NATIVE, tiny
+from model_support import NATIVE, packed, packed_at_once, tiny
 from models.test_families import _written
 from paceline.kernels import native
 from paceline.kernels.experts import route
 from paceline.kernels.pack import Format, Weight
-from paceline.models.load.loading import load_model
 from paceline.models.load.packed_file import VARIABLE, packed_file
+from paceline.models.native.matrices import StoredMatrix
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.torch.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -50,13 +48,11 @@ def _bytes_of(model: NativeModel | None) -> Tensor:
 
 def _at_once(path: Path, quantization: Quantization | None) -> Tensor:
     """The packed weights of a checkpoint that is loaded whole before it is packed."""
-    whole = load_model(path, dtype=torch.float32)
-    assert isinstance(whole, Transformer)
-    return _bytes_of(NativeModel.from_transformer(whole, quantization=quantization))
+    return _bytes_of(packed_at_once(path, quantization))
 
 
 def _straight(path: Path, quantization: Quantization | None) -> Tensor:
-    return _bytes_of(load_packed(path, torch.float32, quantization))
+    return _bytes_of(packed(path, quantization))
 
 
 @needs_kernels
@@ -94,7 +90,7 @@ def test_one_expert_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
             return weight
 
         monkeypatch.setattr(StoredMatrix, "__call__", counted)
-        assert load_packed(path, torch.float32, "int8") is not None
+        packed(path, "int8")
         of_experts = [size for name, size in sizes if "experts_" in name]
         width, inner, count = theirs.config.hidden_size, theirs.config.moe_intermediate_size, theirs.config.num_experts
         assert len(of_experts) == 2 * count * theirs.config.num_hidden_layers
@@ -106,8 +102,7 @@ def test_packed_weights_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(VARIABLE, "on")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     path = _checkpoint(tmp_path / "model", "qwen3_moe")
-    first, kept = load_packed(path, torch.bfloat16, "int4"), packed_file(path, torch.bfloat16, "int4")
-    assert first is not None
+    first, kept = packed(path, "int4", dtype=torch.bfloat16), packed_file(path, torch.bfloat16, "int4")
     assert kept is not None
     kept.save(first)
     assert torch.equal(_bytes_of(kept.load()), _bytes_of(first))

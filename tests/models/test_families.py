@@ -13,8 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import paceline
 from gguf_support import begun, finish
 from kernels.tools import ragged
-from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, random_tokens, rope, tiny
-from paceline import LLM, SamplingParams
+from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, packed, random_tokens, rope, tiny
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
@@ -110,7 +109,6 @@ _NEW = [
     "gemma3", "phi3", "phi3 with a partial rotation", "granite", "olmo2", "olmo3", "smollm3", "ministral3",
     "exaone4 with windows",
 ]  # fmt: skip
-_TORCH_ONLY = ["gemma4", "gemma4 with keys as values"]
 _EXPERTS = ["qwen3_moe", "olmoe", "granitemoe"]
 _HEADS = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}  # the kernels' narrowest heads
 
@@ -124,38 +122,15 @@ def _model(name: str, **changes: object) -> PreTrainedModel:
     return tiny(kind, fields | changes)
 
 
-def _greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    tokens = prompt[:]
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("name", [*_NEW, *_TORCH_ONLY, *_EXPERTS])
-@pytest.mark.one_in(5)
-def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
-    """In float32, for one row and for eight; the draft model is another random model of the family."""
-    theirs, prompts = _model(name), [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(8)]
-    wanted = [_greedy(theirs, prompt, 12) for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    for drafter in (None, "ngram", "model"):
-        more = {"draft_model": tiny(*NATIVE["llama"], seed=5)} if drafter == "model" else {}
-        options = {"dtype": "float32", "max_model_len": 48} | ({"num_speculative_tokens": 2} if drafter else {})
-        for rows in (1, 8):
-            llm = LLM(theirs, drafter=drafter, max_batch_size=rows, tokenizer=None, **more, **options)  # type: ignore[arg-type]
-            found = llm.generate(prompts[:rows], params, use_tqdm=False)
-            assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], (drafter, rows)
-
-
 @pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
 def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name: str) -> None:
     width = {"hidden_size": 64} if name == "olmoe" else {}  # whose heads are as wide as the model together
-    ours = load_model(_model(name, **_HEADS, **width), dtype=torch.float32)
+    theirs = _model(name, **_HEADS, **width)
+    ours = load_model(theirs, dtype=torch.float32)
     assert isinstance(ours, Transformer)
     exact = Runner(ours, 1)(random_tokens(1, 20), torch.arange(20)[None])[0]
     for quantization, bound in ((None, 0.03), ("int8", 0.05)):
-        model = NativeModel.from_transformer(ours, quantization=quantization)
+        model = packed(theirs, quantization)
         assert float((_native_logits(model, 20) - exact).norm() / exact.norm()) < bound
         assert torch.equal(_native_logits(model, 20), _native_logits(model, 20, at_once=3)), quantization
 

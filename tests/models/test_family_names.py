@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import paceline
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 
@@ -58,7 +56,6 @@ def questions(path: Path) -> Iterator[ast.AST]:
             yield node
 
 
-@pytest.mark.wide
 def test_no_code_outside_of_a_familys_file_asks_for_its_name() -> None:
     counts = Counter(
         str(path.relative_to(SOURCE))

@@ -9,24 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from covering import in_turn
 from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch, tiny_native_gemma4, write_gguf
-from model_support import Runner
+from kernels.reference_model import ReferenceModel
+from model_support import Runner, packed, packed_at_once
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.engine.memory import row_bytes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.base import AnyModel, cache_of
+from paceline.models.base import AnyModel, FlatModel, cache_of
 from paceline.models.families import describe
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import load_model, open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.spec import spec_of, weights_of
+from paceline.models.native.spec import spec_of
 from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,18 +104,16 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
 
 
 @_NATIVE
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.one_in(13)
+@pytest.mark.parametrize(("sizes", "quantization"), in_turn(SIZES, [None, "int8", "int4"]))
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
-    model, tokens = tiny_gemma4_torch(**SIZES[sizes]), [5 * place % VOCAB for place in range(50)]
-    spec = spec_of(model.spec, weights_of(model))
+    checkpoint, tokens = open_checkpoint(tiny_gemma4(**SIZES[sizes])), [5 * place % VOCAB for place in range(50)]
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
     for kernels in native.available():
-        fast, slow = (
-            NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
-        )
+        fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
+        slow = ReferenceModel(spec, "tiny", quantization=quantization)
         found = in_pieces(fast, tokens, [50])
         wanted = in_pieces(slow, tokens, [50])
         assert float((found - wanted).norm() / wanted.norm()) < 0.02  # one input rounded otherwise gives 0.007 to 0.02
@@ -122,7 +121,7 @@ def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
             torch.testing.assert_close(in_pieces(fast, tokens, pieces), found, rtol=0, atol=0)
 
 
-def in_pieces(model: NativeModel, tokens: list[int], sizes: list[int]) -> Tensor:
+def in_pieces(model: FlatModel, tokens: list[int], sizes: list[int]) -> Tensor:
     """Logits of a text that is fed in pieces; every second piece is first filled in as text."""
     cache, start, found = cache_of(model, 1, 64), 0, []
     for number, size in enumerate(sizes):
@@ -142,14 +141,11 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
 ) -> None:
     for sizes in SIZES.values():
         tiny_gemma4(**sizes).to(torch.bfloat16).save_pretrained(tmp_path)
-        straight = load_packed(tmp_path, torch.float32, quantization)
-        at_once = load_model(tmp_path, dtype=torch.float32)
-        theirs = NativeModel.from_transformer(at_once, quantization=quantization)  # type: ignore[arg-type]
+        models = packed(tmp_path, quantization), packed_at_once(tmp_path, quantization)
+        straight, at_once = (model.packed() for model in models)  # the models' memory
         assert straight is not None
-        packed = straight.packed(), theirs.packed()
-        assert packed[0] is not None
-        assert packed[1] is not None
-        assert torch.equal(packed[0], packed[1])
+        assert at_once is not None
+        assert torch.equal(straight, at_once)
 
 
 def test_vectors_that_the_kernels_cannot_take_are_refused() -> None:
@@ -171,14 +167,12 @@ def test_greedy_answers_equal_those_of_transformers() -> None:
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("shape", ["caps", *SHAPES])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("shape", "kind"), in_turn(["caps", *SHAPES], MODELS))
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
     if native.select() is not None:
-        assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
+        assert (engine.rounds.choice.kernels is not None) == (kind != "torch"), "the kernels run whole rounds"
     script_drafts(engine, truth_of(PROMPTS, PARAMS, plain), shape)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain

@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from paceline.models.native.matrices import load_packed
 from torch import Tensor
 
-import damaged_files
 from gguf_support import copy, encode, random_blocks
+from hostile import small_models
+from model_support import packed, packed_at_once
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, Int4Weight, dequantise, quantise
 from paceline.models.files import gguf as module
-from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, PackedTensor, fate
+from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, PackedTensor, precision_loss
 from paceline.models.load.loading import load_model
-from paceline.models.native.model import NativeModel
 
 Kind = GGMLQuantizationType
 CODED = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K]
@@ -79,9 +78,9 @@ def test_the_table_of_types_says_what_becomes_of_the_numbers(kind: GGMLQuantizat
     codes = tensor.codes(to)
     found = dequantise(quantise(exact, to) if codes is None else codes, exact.shape[1])
     same = torch.equal(found, exact)
-    assert same == (fate(kind, to) == "as stored")
+    assert same == (precision_loss(kind, to) == "as stored")
     assert (codes is not None) == (to == "int4" and kind in CODED)
-    if fate(kind, to) == "scales rounded":
+    if precision_loss(kind, to) == "scales rounded":
         assert isinstance(codes, Int4Weight)
         span = (codes.scales.float().abs() * 15 + codes.lows.float().abs()).repeat_interleave(32, 1)
         assert ((found - exact).abs() <= span * 2**-11).all()
@@ -114,7 +113,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         del writer.tensors[0]["rope_freqs.weight"]
 
     folder = tmp_path_factory.mktemp("tiny")
-    damaged_files.write_gguf(folder, with_two_heads)
+    small_models.write_gguf(folder, with_two_heads)
     return folder / "model.gguf"
 
 
@@ -126,20 +125,16 @@ def test_int4_runs_on_the_codes_of_the_file(
     path = tmp_path / "model.gguf"
     copy(tiny, path, lambda name: Kind.Q8_0 if "attn_v" in name else kind)
     caplog.set_level(logging.INFO, "paceline")
-    ours = load_packed(path, torch.bfloat16, "int4")
+    ours = packed(path, "int4", dtype=torch.bfloat16)
     assert f"model.gguf in int4: 12 {kind.name} as stored, 2 Q8_0 rounded" in caplog.text
-    exact = load_model(path, dtype=torch.float32)
-    theirs = NativeModel.from_transformer(exact, quantization="int4")  # type: ignore[arg-type]
-    assert ours is not None
+    theirs = packed_at_once(path, "int4")
     assert ours.weight_bytes() == theirs.weight_bytes()
     groups = [block for block in (ours.packed(), theirs.packed()) if block is not None]
     assert not torch.equal(*groups), "the search for a grid found the file's own: the test shows nothing"
 
 
 def test_rows_of_fused_matrices_keep_their_order(tiny: Path) -> None:
-    ours = load_packed(tiny, torch.float32, "int8")
-    theirs = NativeModel.from_transformer(load_model(tiny, dtype=torch.float32), quantization="int8")  # type: ignore[arg-type]
-    assert ours is not None
+    ours, theirs = packed(tiny, "int8"), packed_at_once(tiny, "int8")
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours.logits(hidden), theirs.logits(hidden))
 

@@ -182,7 +182,7 @@ def without_own_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Python without pip, as in environments of uv, and an empty folder as PATH."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     monkeypatch.setenv("PATH", str(programs))
     return programs
 

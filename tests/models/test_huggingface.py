@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from covering import in_pairs
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.models.load.loading import eos_token_ids, load_model
@@ -155,9 +156,7 @@ _BERTS = {
 }
 
 
-@pytest.mark.parametrize("kind", _BERTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.1, 1.0])
+@in_pairs(kind=_BERTS, dtype=[torch.float32, torch.bfloat16], scale=[0.1, 1.0])
 def test_a_model_that_sees_later_tokens_is_refused_in_every_precision(
     kind: str, dtype: torch.dtype, scale: float
 ) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from transformers import Lfm2ForCausalLM
 
 from gguf_support import finish
+from model_support import packed
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.load.loading import load_model
-from paceline.models.native.recurrent import RecurrentModel
-from recurrent_support import LFM2_SIZES, on_kernels, ours, tiny_lfm2
+from paceline.models.load.loading import load_model, open_checkpoint
+from recurrent_support import LFM2_SIZES, on_kernels, tiny_lfm2
 from toy import VOCAB
 
 
@@ -51,12 +50,14 @@ def test_a_gguf_file_gives_the_model_of_its_original(sizes: str, tmp_path: Path)
     theirs = tiny_lfm2(2, **LFM2_SIZES[sizes])
     theirs.config.norm_eps = 2.0**-17  # files have it in float32
     path = write(tmp_path / "model.gguf", theirs)
-    model, original = load_model(path, dtype=torch.float32), ours(theirs)
-    assert isinstance(model, RecurrentModel)
-    assert model.spec == original.spec
-    assert model.weights.keys() == original.weights.keys()
-    for name, weight in original.weights.items():
-        torch.testing.assert_close(model.weights[name], weight, rtol=0, atol=0, msg=name)
+    found, original = open_checkpoint(path), open_checkpoint(theirs)
+    assert found is not None
+    assert original is not None
+    assert found.spec == original.spec
+    tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
+    assert tensors.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(tensors[name], weight, rtol=0, atol=0, msg=name)
 
 
 def test_an_impossible_number_of_key_heads_in_one_layer_is_refused(tmp_path: Path) -> None:
@@ -68,9 +69,8 @@ def test_an_impossible_number_of_key_heads_in_one_layer_is_refused(tmp_path: Pat
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 def test_a_gguf_file_is_packed_like_its_original(tmp_path: Path) -> None:
     theirs = tiny_lfm2(2, **LFM2_SIZES["other"])
-    model, original = load_packed(write(tmp_path / "model.gguf", theirs), torch.float32, "int8"), on_kernels(theirs)
-    assert model is not None
-    packed = model.packed(), original.packed()  # the models' memory
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    models = packed(write(tmp_path / "model.gguf", theirs), "int8"), on_kernels(theirs)
+    ours, original = (model.packed() for model in models)  # the models' memory
+    assert ours is not None
+    assert original is not None
+    assert torch.equal(ours, original)

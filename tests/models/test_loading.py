@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.models.files.safetensors import open_safetensors
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from paceline.models.base import Model
 from paceline.models.families import describe
 from paceline.models.files import hub
 from paceline.models.files.gguf import GGUFFile
+from paceline.models.files.safetensors import open_safetensors
 from paceline.models.load.loading import _unpacked_config, eos_token_ids, load_config, load_model, max_positions
 from paceline.models.text import gguf_tokenizer
 from paceline.models.text.tokenizer import Tokenizer

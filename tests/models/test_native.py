@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from covering import in_pairs
+from kernels.reference_model import ReferenceModel
 from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
@@ -12,6 +14,7 @@ from paceline.kernels import native
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.native.model import NativeModel
+from paceline.models.native.spec import spec_of
 from paceline.models.torch.transformer import Transformer
 
 QUANTIZATIONS = (None, "int8", "int4")
@@ -33,9 +36,8 @@ MIXTURES = {
     "experts, gpt-oss": {},
 }
 EVERY = (*native.available(), *native.emulated())
+ONE = (*native.available()[:1], None)  # kernels, and their reference
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
-of_every_shape = pytest.mark.parametrize("shape", SHAPES)
-quantised_every_way = pytest.mark.parametrize("quantization", QUANTIZATIONS)
 
 
 def spec_of_shape(shape):
@@ -48,6 +50,9 @@ def spec_of_shape(shape):
 
 
 def model_of(spec, kernels, quantization=None, threads=2):
+    """None for the kernels: their reference implementation."""
+    if kernels is None:
+        return ReferenceModel(spec, "random", quantization=quantization)
     return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
 
 
@@ -139,10 +144,7 @@ def error(x, expected):
     return float((x - expected).norm() / expected.norm())
 
 
-@of_every_shape
-@quantised_every_way
-@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
-@pytest.mark.one_in(11)
+@in_pairs(kernels=[*EVERY, None], shape=SHAPES, quantization=QUANTIZATIONS)
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     spec = spec_of_shape(shape)
     model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
@@ -180,25 +182,12 @@ def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
 
 
 # The shape and the cache's dtype decide how attention runs, the quantization how matrix products run.
-IN_COMPANY = [(shape, quantization, dtype) for shape in SHAPES for quantization in QUANTIZATIONS for dtype in DTYPES]
-
-
-@on_every_isa
-@pytest.mark.parametrize(
-    ("shape", "quantization", "dtype"),
-    [
-        pytest.param(
-            *case, marks=() if case[1] == "int8" or case[::2] == ("smollm", torch.bfloat16) else pytest.mark.slow
-        )
-        for case in IN_COMPANY
-    ],
-)
-@pytest.mark.one_in(13)
+@in_pairs(kernels=EVERY, shape=SHAPES, quantization=QUANTIZATIONS, dtype=DTYPES)
 def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
     spec = spec_of_shape(shape)
     model = model_of(spec, kernels, quantization)
-    lengths = {3: 150, 0: 33, 1: 1, 2: 7}
-    tokens, (rows, positions) = some_tokens(spec, 191), ragged(lengths)
+    lengths = {3: 70, 0: 33, 1: 1, 2: 7}
+    tokens, (rows, positions) = some_tokens(spec, 111), ragged(lengths)
     together = forward(model, tokens, rows, positions, cache_for(spec, dtype=dtype))
     logits = model.logits(together)
     for row, length in lengths.items():
@@ -251,10 +240,7 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 
-@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
-@quantised_every_way
-@of_every_shape
-@pytest.mark.one_in(11)
+@in_pairs(kernels=[*EVERY, None], shape=SHAPES, quantization=QUANTIZATIONS)
 def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
     """``fill`` also returns the same features."""
     spec = spec_of_shape(shape)
@@ -271,9 +257,7 @@ def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quant
     assert model.fill(nodes, alone) is None
 
 
-@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
-@of_every_shape
-@pytest.mark.one_in(11)
+@in_pairs(kernels=ONE, shape=SHAPES)
 def test_last_tokens_have_the_hidden_states_of_a_whole_pass(kernels, shape):
     """To the bit, with all keys, values and features, wherever the tokens without hidden states end."""
     spec = spec_of_shape(shape)
@@ -300,19 +284,16 @@ def test_trees_have_the_hidden_states_of_all_tokens(kernels):
         model_of(spec, kernels).forward(tree, cache_for(spec, 1))
 
 
-@pytest.mark.parametrize("kernels", [*native.available()[:1], None], ids=lambda kernels: kernels and kernels.name)
-def test_taps_must_be_layers(kernels):
+@in_pairs(kernels=ONE, taps=[(3,), (0, -1)])  # 2 layers, and what the output head reads
+def test_taps_must_be_layers(kernels, taps):
     spec, one = random_spec(), torch.zeros(1, dtype=torch.int64)
     model, none = model_of(spec, kernels), torch.empty(0, dtype=torch.int64)
-    for taps in ((3,), (0, -1)):  # 2 layers, and what the output head reads
-        with pytest.raises(ParameterError, match="taps"):
-            model.forward(Nodes(one, one, one), cache_for(spec), taps)
+    with pytest.raises(ParameterError, match="taps"):
+        model.forward(Nodes(one, one, one), cache_for(spec), taps)
     assert model.forward(Nodes(none, none, none), cache_for(spec), (0,)).features.shape == (0, 1, spec.width)
 
 
-@quantised_every_way
-@pytest.mark.parametrize("limit", [None, 30.0])
-@pytest.mark.parametrize("kernels", [*EVERY, None], ids=lambda kernels: kernels.name if kernels else "reference")
+@in_pairs(kernels=[*EVERY, None], limit=[None, 30.0], quantization=QUANTIZATIONS)
 def test_hidden_states_with_nan_give_no_finite_logit(kernels, quantization, limit):
     spec = replace(random_spec(), logits_cap=limit)
     hidden = torch.randn(3, spec.width, generator=torch.Generator().manual_seed(0))
@@ -361,10 +342,7 @@ def copy_into(cache, tables):
         table.copy_(kept)
 
 
-@on_every_isa
-@pytest.mark.parametrize("window", [None, 7, 100])
-@pytest.mark.parametrize("starts", [{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}], ids=str)
-@pytest.mark.one_in(5)
+@in_pairs(kernels=EVERY, window=[None, 7, 100], starts=[{0: 5, 1: 0, 3: 21}, {2: 250, 0: 255}, {1: 256, 2: 500}])
 def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, window):
     """The kernels sum blocks of 256 keys. Trees that cross a block's edge, in slots or in positions, are included."""
     spec, rng = random_spec(window=window, head_dim=32), random.Random(str(starts))
@@ -392,12 +370,10 @@ def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, 
             assert torch.equal(table[:, rows[node], :, : positions[node] + 1], wanted), "keep left something behind"
 
 
-@on_every_isa
-@pytest.mark.parametrize("window", [None, 7, 300])
-@pytest.mark.parametrize(
-    ("heads", "starts"), [(6, {0: 30, 2: 4}), (21, {0: 300, 1: 250, 2: 490})], ids=["short", "seven queries to a key"]
-)
-def test_trees_agree_with_the_reference(kernels, window, heads, starts):
+@in_pairs(kernels=EVERY, window=[None, 7, 300], heads=[6, 21])
+def test_trees_agree_with_the_reference(kernels, window, heads):
+    """Of 21 heads seven queries share a key, in texts that span several blocks of keys."""
+    starts = {6: {0: 30, 2: 4}, 21: {0: 300, 1: 250, 2: 490}}[heads]
     spec = random_spec(window=window, heads=heads)
     trees = random_trees(random.Random(1), starts, 9)
     nodes = Nodes(some_tokens(spec, 9 * len(starts)), *torch.tensor(trees))
@@ -420,24 +396,24 @@ def test_trees_split_over_two_passes_give_bitwise_the_same_results(kernels):
     assert torch.equal(torch.cat([model.forward(half, cache).hidden for half in halves]), whole)
 
 
+INVALID_TREES = [
+    ([4, 5], [4, 5], [-1, 1], "comes before"),
+    ([4, 5], [4, 5], [-1, -2], "comes before"),
+    ([4, 6], [4, 5], [-1, 0], "does not follow"),
+    ([4, 5, 5], [4, 5, 5], [-1, 0, 0], "share a slot"),
+    ([4, 5], [4, 3], [-1, 0], "in the row's text"),
+    ([4, 5], [4, 300], [-1, 0], "outside the cache"),
+    ([4, 6], [4, 7], [-1, -1], "texts of different lengths"),
+]
+
+
 @on_every_isa
-@pytest.mark.parametrize(
-    ("positions", "slots", "parents", "what"),
-    [
-        ([4, 5], [4, 5], [-1, 1], "comes before"),
-        ([4, 5], [4, 5], [-1, -2], "comes before"),
-        ([4, 6], [4, 5], [-1, 0], "does not follow"),
-        ([4, 5, 5], [4, 5, 5], [-1, 0, 0], "share a slot"),
-        ([4, 5], [4, 3], [-1, 0], "in the row's text"),
-        ([4, 5], [4, 300], [-1, 0], "outside the cache"),
-        ([4, 6], [4, 7], [-1, -1], "texts of different lengths"),
-    ],
-)
-def test_invalid_trees_are_refused(kernels, positions, slots, parents, what):
-    model, spec = model_of(random_spec(), kernels), random_spec()
-    nothing = [0] * len(positions)
-    with pytest.raises(ParameterError, match=what):
-        model.forward(Nodes(*torch.tensor([nothing, nothing, positions, slots, parents])), cache_for(spec))
+def test_invalid_trees_are_refused(kernels):
+    model, cache = model_of(random_spec(), kernels), cache_for(random_spec())
+    for positions, slots, parents, what in INVALID_TREES:
+        nothing = [0] * len(positions)
+        with pytest.raises(ParameterError, match=what):
+            model.forward(Nodes(*torch.tensor([nothing, nothing, positions, slots, parents])), cache)
 
 
 @on_every_isa
@@ -448,22 +424,21 @@ def test_an_empty_call_returns_empty_results(kernels):
     assert model.logits(torch.empty(0, spec.width)).shape == (0, spec.vocab_size)
 
 
+INVALID_TEXTS = [
+    ([131], [0], [0], "vocabulary"),
+    ([-1], [0], [0], "vocabulary"),
+    ([1], [4], [0], "row"),
+    ([1], [0], [-1], "position"),
+    ([1, 2], [0, 0], [3, 3], "ascend"),
+]
+
+
 @on_every_isa
-@pytest.mark.parametrize(
-    ("tokens", "rows", "positions", "what"),
-    [
-        ([131], [0], [0], "vocabulary"),
-        ([-1], [0], [0], "vocabulary"),
-        ([1], [4], [0], "row"),
-        ([1], [0], [-1], "position"),
-        ([1, 2], [0, 0], [3, 3], "ascend"),
-    ],
-)
-def test_invalid_tokens_rows_and_positions_are_refused(kernels, tokens, rows, positions, what):
-    spec = random_spec()
-    model = model_of(spec, kernels)
-    with pytest.raises(ParameterError, match=what):
-        forward(model, *(torch.tensor(t) for t in (tokens, rows, positions)), cache_for(spec))
+def test_invalid_tokens_rows_and_positions_are_refused(kernels):
+    model, cache = model_of(random_spec(), kernels), cache_for(random_spec())
+    for *text, what in INVALID_TEXTS:
+        with pytest.raises(ParameterError, match=what):
+            forward(model, *map(torch.tensor, text), cache)
 
 
 @on_every_isa
@@ -475,19 +450,19 @@ def test_a_cache_of_another_model_is_refused(kernels):
 
 def test_heads_of_odd_width_are_refused():
     with pytest.raises(ModelFormatError, match="multiple of 16"):
-        model_of(random_spec(head_dim=24), None)
+        NativeModel(random_spec(head_dim=24), "random")
 
 
 def test_rotary_positions_wider_than_a_head_are_refused():
     spec = replace(random_spec(head_dim=16), rotary=Rotary((1.0,) * 9))
     with pytest.raises(ModelFormatError, match="18 elements of heads of 16"):
-        model_of(spec, None)
+        NativeModel(spec, "random")
 
 
-def tiny_transformer(
+def tiny_decoder(
     tied: bool = False, qk_norm: str | None = "head", activation: str = "silu", norms: str = "before", scale=None
-) -> Transformer:
-    """Two layers, of which the second has a window and the scale given."""
+) -> tuple[DecoderSpec, dict[str, torch.Tensor]]:
+    """Description and weights of two layers, of which the second has a window and the scale given."""
     torch.manual_seed(0)
     rotary = Rotary(tuple(10000 ** (-i / 8) for i in range(8)))
     first = AttentionSpec(4, 2, 16, rotary=rotary, qk_norm=qk_norm, bias=True)
@@ -503,7 +478,7 @@ def tiny_transformer(
         weights[f"layers.{i}.qkv.bias"] = torch.randn(128) / 5
         norms = {"attn_norm": 48, "mlp_norm": 48} | ({"q_norm": 16, "k_norm": 16} if qk_norm else {})
         weights |= {f"layers.{i}.{n}.weight": torch.rand(s) + 0.5 for n, s in norms.items()}
-    return Transformer(config, weights, "tiny")
+    return config, weights
 
 
 def transformers_logits(model, tokens):
@@ -522,8 +497,10 @@ def transformers_logits(model, tokens):
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qk_norm": None}], ids=str)
 def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatch):
     monkeypatch.setattr(native, "select", lambda: kernels)
-    transformer = tiny_transformer(**changes)
-    model = NativeModel.from_transformer(transformer)
+    transformer, model = (
+        Transformer(*tiny_decoder(**changes), "tiny"),
+        NativeModel(spec_of(*tiny_decoder(**changes)), "tiny"),
+    )
     tokens, (rows, positions) = torch.arange(40) * 2, ragged({0: 40})
     logits = model.logits(forward(model, tokens, rows, positions, cache_for_model(model)))
     assert error(logits, transformers_logits(transformer, tokens)) < 0.03
@@ -539,9 +516,9 @@ def cache_for_model(model):
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])
 def test_unsupported_architectures_are_refused_with_the_reason(changes):
     with pytest.raises(ModelFormatError, match="without"):
-        NativeModel.from_transformer(tiny_transformer(**changes))
+        spec_of(*tiny_decoder(**changes))
 
 
 def test_an_unknown_quantization_is_refused():
     with pytest.raises(ParameterError, match="quantization"):
-        model_of(random_spec(), None, "int3")
+        NativeModel(random_spec(), "random", quantization="int3")

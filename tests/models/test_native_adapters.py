@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from adapter_support import EVERY_LINEAR, write_adapter
 from gemma4_support import SIZES, tiny_gemma4
 from kernels.tools import ragged
-from model_support import NATIVE, VOCABULARY, Runner, random_tokens, tiny
+from model_support import NATIVE, VOCABULARY, Runner, packed, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
@@ -66,9 +66,7 @@ def adapters_of(path: Path, theirs: PreTrainedModel, family: str = "llama") -> d
 
 
 def on_kernels(theirs: PreTrainedModel, adapters: dict[str, Path], quantization: Quantization) -> NativeModel:
-    ours = load_model(theirs, dtype=torch.float32)
-    assert isinstance(ours, Transformer)
-    model = NativeModel.from_transformer(ours, quantization=quantization)
+    model = packed(theirs, quantization)
     if adapters:
         attach(model, adapters, describe_source(theirs))
     return model

@@ -11,10 +11,12 @@ import torch
 from benchmarks.step_trace import traces_of_steps
 
 from batches import new_batch
+from covering import in_pairs
 from head_support import tiny_native_head
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
-from paceline.core.draft import Draft, HostVerdict, Verdict
+from paceline.core.draft import Draft, Verdict
+from paceline.core.values import Accepted
 from paceline.drafters.model import ModelDrafter
 from paceline.engine import assembly
 from paceline.engine.engine import Engine
@@ -24,7 +26,7 @@ from paceline.kernels.cpu import cpu_ops
 from paceline.lengths import LengthPolicy
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.decoding.native_draft import NativeDraftDecoder, PlannedDraft, _Callbacks
-from toy import POSITIONS, VOCAB, RandomLength, answers, make_engine, run, tiny_native
+from toy import POSITIONS, VOCAB, RandomLength, answers, kernels_of, make_engine, run, tiny_native
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -62,15 +64,11 @@ def drafters(acceptance: str) -> tuple[ModelDrafter, ModelDrafter]:
 
 def commit(batch: Batch, draft: Draft, accepted: list[int]) -> Verdict:
     """Accept the given number of draft tokens of each row, and append one more token."""
-    lines = [[*line[:count], 4] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
-    verdict = Verdict.of(HostVerdict(lines, accepted, draft.drafted))
-    batch.commit(verdict)
-    return verdict
+    lines = [[*line[:count], *[4] * (K + 1 - count)] for line, count in zip(draft.draft_tokens, accepted, strict=True)]
+    return batch.commit(draft, Accepted(torch.tensor(lines), torch.tensor(accepted)))
 
 
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("kind", PARAMS)
+@in_pairs(kind=PARAMS, acceptance=["coupled", "rejection"], scored=[False, True])
 def test_a_draft_equals_the_one_made_step_by_step(kind: str, acceptance: str, scored: bool) -> None:
     batch = batch_of(SamplingParams(max_tokens=40, **PARAMS[kind]))
     batch.ops = cpu_ops(batch.device)
@@ -126,7 +124,7 @@ def engine_of(drafter: str, policy: LengthPolicy | None = None, **options: Any) 
     draft = tiny_native(2) if drafter == "model" else tiny_native_head(target, TARGET_WIDTH)
     engine = make_engine(target, draft, drafter=drafter, attention="auto", **options)
     if policy is not None:
-        engine.parts.policy = policy
+        engine.use_policy(policy)
     return engine
 
 
@@ -184,9 +182,7 @@ def test_a_round_of_known_length_is_one_native_call(drafter: str) -> None:
 def test_the_time_of_a_draft_inside_of_a_round_is_the_drafts(drafter: str) -> None:
     engine = engine_of(drafter)
     run(engine, PROMPTS[:1], [SamplingParams(temperature=0, max_tokens=12)])
-    native_round = engine.parts.native
-    assert native_round is not None
-    assert native_round._draft_seconds[0] > 0
+    assert kernels_of(engine).native._draft_seconds[0] > 0
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

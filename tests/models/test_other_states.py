@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from transformers import PreTrainedModel
 
+from model_support import packed, packed_at_once
 from paceline import LLM
 from paceline.config import EngineConfig
 from paceline.core.nodes import Nodes
@@ -21,10 +21,10 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.models.base import cache_of
 from paceline.models.load.loading import load_model
-from paceline.models.load.prepare import prepare
+from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, ours, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, reference_of, tiny_granite_hybrid, tiny_lfm2
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +46,8 @@ def chain(tokens: list[int], start: int = 0) -> Nodes:
 def test_logits_equal_those_of_transformers(name: str, loaded: str, tmp_path: Path) -> None:
     make, sizes = MODELS[name]
     theirs = make(1, **sizes)
-    model = ours(theirs)
-    if loaded == "from files":
-        theirs.save_pretrained(tmp_path)
-        model = load_model(tmp_path, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    model = reference_of(tmp_path if loaded == "from files" else theirs)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([TOKENS])).logits[0]
         found = model.logits(model.forward(chain(TOKENS), cache_of(model, 1, 80)).hidden)
@@ -59,7 +57,7 @@ def test_logits_equal_those_of_transformers(name: str, loaded: str, tmp_path: Pa
 @pytest.mark.parametrize("name", MODELS)
 def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved(name: str) -> None:
     make, sizes = MODELS[name]
-    model = ours(make(**sizes))
+    model = reference_of(make(**sizes))
     cache, fresh = cache_of(model, 2, 96), cache_of(model, 1, 96)
     assert isinstance(cache, StatefulCache)
     model.fill(chain(TOKENS[:30]), cache)
@@ -76,7 +74,7 @@ def test_a_state_goes_on_after_rejected_draft_tokens_and_from_where_it_was_saved
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_plan_counts_what_slots_keep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, sizes = MODELS[name]
-    model = ours(make(**sizes))
+    model = reference_of(make(**sizes))
     cache = cache_of(model, 5, 16)
     assert isinstance(cache, StatefulCache)
     states = cache.states
@@ -97,23 +95,24 @@ def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path)
     for request in ({"quantization": "int8"}, {"attention": "native"}):
         with pytest.raises(ParameterError, match="without kernels for Mamba-2 layers"):
             LLM(theirs, device="cpu", **request)
+    for source in (theirs, tmp_path):
+        with pytest.raises(ModelFormatError, match="without kernels for Mamba-2 layers"):
+            packed(source, "int8")
     with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind Mamba2"):
-        on_kernels(theirs)
-    assert load_packed(tmp_path, torch.bfloat16, "int8") is None
-    model = prepare(load_model(tmp_path, dtype=torch.bfloat16), "auto", None)
-    assert not isinstance(model, NativeModel)
+        packed_at_once(theirs)
+    assert not isinstance(load(tmp_path, ModelOptions(torch.bfloat16, torch.device("cpu"))), NativeModel)
 
 
 def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
     llm = LLM(tiny_granite_hybrid(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
     assert "without kernels for Mamba-2 layers" in llm.engine.describe()
-    assert "(float32 in torch)" in llm.engine.describe()
+    assert "(bfloat16 on cpu)" in llm.engine.describe()
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 def test_the_cpu_kernels_run_short_convolutions_where_their_sizes_fit() -> None:
     llm = LLM(tiny_lfm2(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
-    assert llm.engine.parts.native is not None, "the kernels run whole rounds"
+    assert llm.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     assert "in torch" not in llm.engine.describe()
     for sizes, needed in (({"width": 40}, "widths that are multiples of 16"), ({"taps": 9}, "2 to 8 taps")):
         with pytest.raises(ModelFormatError, match=f"need recurrent layers of {needed}"):

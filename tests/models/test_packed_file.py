@@ -7,12 +7,12 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -20,15 +20,15 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import real_models
-from model_support import NATIVE, VOCABULARY, tiny
+from covering import in_turn
+from model_support import NATIVE, VOCABULARY, packed, tiny
 from paceline import LLM, SamplingParams
-from paceline.engine import loading
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models.load import packed_file as module
-from paceline.models.load.loading import load_model
-from paceline.models.load.packed_file import PackedFile, find_packed, packed_file
-from paceline.models.load.prepare import prepare
+from paceline.models.load import prepare
+from paceline.models.load.packed_file import PackedFile, packed_file
+from paceline.models.load.prepare import ModelOptions
 from paceline.models.native.model import NativeModel, Quantization
 
 pytestmark = [
@@ -72,9 +72,7 @@ def file_of(source: Path, quantization: Quantization | None = "int8") -> PackedF
 
 
 def packed_now(source: Path, quantization: Quantization | None = "int8") -> NativeModel:
-    found = load_packed(source, torch.bfloat16, quantization)
-    assert found is not None
-    return found
+    return packed(source, quantization, dtype=torch.bfloat16)
 
 
 def written(source: Path, quantization: Quantization | None = "int8") -> PackedFile:
@@ -104,15 +102,13 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the checkpoint's weights were loaded")
 
-    monkeypatch.setattr(loading, "load_model", refuse)
+    monkeypatch.setattr(prepare, "open_checkpoint", refuse)
 
 
 # Reading what was packed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("family", "quantization"), in_turn(FAMILIES, [None, "int8", "int4"]))
 def test_the_weights_read_are_those_that_were_packed(
     family: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -154,7 +150,6 @@ def smollm2() -> Path:
     return real_models.find("smollm2-135m")
 
 
-@pytest.mark.wide
 def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
@@ -258,7 +253,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.one_in(3)
 def test_a_damaged_file_is_replaced_with_a_warning(
     how: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -350,7 +344,7 @@ def test_a_full_disk_gives_one_warning_and_leaves_no_file(
 
     if when == "before":
         usage = shutil.disk_usage("/")._replace(free=10)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
     else:
         monkeypatch.setattr(module, "save_file", fail)
     assert answers(make(checkpoint))
@@ -398,17 +392,21 @@ def test_models_that_do_not_run_on_the_kernels_are_not_cached(
     assert not folder.exists()
 
 
-def test_the_reference_implementation_and_gpus_have_no_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_packed(checkpoint, torch.bfloat16, torch.device("cuda"), "auto", "int8") is None
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "fp8") is None
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is not None
+def test_gpus_and_machines_without_kernels_have_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ModelOptions(torch.bfloat16, CPU, "auto", "int8")
+    assert options.suit_kernels
+    assert not replace(options, device=torch.device("cuda")).suit_kernels
+    assert not replace(options, quantization="fp8").suit_kernels
     monkeypatch.setattr(native, "select", lambda: None)
-    assert find_packed(checkpoint, torch.bfloat16, CPU, "auto", "int8") is None
-    reference = prepare(load_model(checkpoint, dtype=torch.bfloat16), "auto", "int8")
-    assert isinstance(reference, NativeModel)
-    written_file = file_of(checkpoint)
-    written_file.save(reference)
-    assert not written_file.path.exists()
+    assert not options.suit_kernels
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_loaded_model_is_packed_like_its_files(quantization: Quantization | None, tmp_path: Path) -> None:
+    kind, fields = NATIVE["qwen3 with biases"]
+    theirs = tiny(kind, fields | SHAPE)  # of float32 numbers that bfloat16 does not hold
+    theirs.save_pretrained(tmp_path)
+    assert same(packed(theirs, quantization, dtype=torch.bfloat16), packed_now(tmp_path, quantization))
 
 
 def test_a_loaded_model_has_no_packed_file() -> None:
@@ -435,5 +433,5 @@ def test_the_header_names_the_checkpoint_and_the_precision(checkpoint: Path) -> 
     with safe_open(str(written_file.path), framework="pt") as file:
         metadata = file.metadata()
     assert metadata["source"] == str(checkpoint)
-    assert json.loads(metadata["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]
+    assert json.loads(metadata["origin"])[1:4] == [module.LAYOUT_VERSION, "torch.bfloat16", "int8"]  # type: ignore[attr-defined]
     assert written_file.path.name.startswith("model-int8-")

@@ -23,12 +23,10 @@ from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
 from paceline.models.load import prepare as module
-from paceline.models.load.loading import load_model
-from paceline.models.load.packed_file import would_run_natively
-from paceline.models.load.prepare import prepare
+from paceline.models.load.prepare import ModelOptions, load, would_run_natively
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from recurrent_support import as_on_gpus, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import in_torch, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,9 +40,10 @@ def fresh_llama() -> Transformer:
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_ragged_attention_leaves_the_model_as_it_is() -> None:
-    model = tiny_llama()
-    assert prepare(model, "ragged", None) is model
+def test_ragged_attention_runs_in_torch() -> None:
+    assert isinstance(load(tiny(*NATIVE["llama"]), ModelOptions(torch.bfloat16, CPU, "ragged")), Transformer)
+    with pytest.raises(ParameterError, match=r"quantization='int8'.*None with attention='ragged'"):
+        load(tiny(*NATIVE["llama"]), ModelOptions(torch.bfloat16, CPU, "ragged", "int8"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
     """The product of a delta net's gates is torch's, whose bits depend on the batch."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    model = as_on_gpus(save_with_head(tmp_path)[0])
+    model = in_torch(save_with_head(tmp_path)[0])
     with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
         module._with_triton(model, quantization, deterministic=True)
     if quantization is not None:
@@ -132,11 +131,11 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
 
 def test_on_a_cpu_fp8_is_refused() -> None:
     with pytest.raises(ParameterError, match="fp8 weights need a CUDA device"):
-        prepare(tiny_llama(), "auto", "fp8")
+        load(tiny(*NATIVE["llama"]), ModelOptions(torch.float32, CPU, "auto", "fp8"))
 
 
 def test_without_triton_ragged_attention_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ParameterError, match=r'attention=.ragged.*pip install "paceline\[gpu\]"'):
         make_engine(ToyModel(), attention="ragged")
     assert make_backend("auto", CUDA).name == "padded"
@@ -166,7 +165,7 @@ def test_a_configuration_tells_what_the_kernels_run(wide: bool) -> None:
     for name, model in (models | recurrent).items():
         if would_run_natively(model, CPU, "auto"):
             told.add(name)
-        if isinstance(prepare(load_model(model, dtype=torch.bfloat16), "auto", None), NativeModel):
+        if isinstance(load(model, ModelOptions(torch.bfloat16, CPU)), NativeModel):
             run.add(name)
     assert told == run
     assert {"qwen3_5", "lfm2"} < run if wide else {"qwen3_5", "lfm2"} == run
@@ -221,15 +220,17 @@ def test_the_start_line_names_what_the_kernels_lack_and_not_the_dtype(monkeypatc
     assert "a head width that is a multiple of 16" in llm.engine.describe()
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"attention": "native"}], ids=str)
-def test_the_start_line_says_that_the_kernels_are_missing(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels "auto" is float32, which is not what keeps them from running."""
+def test_without_kernels_models_run_in_torch_and_packed_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start line names the kernels, not the dtype: "auto" is float32 without them."""
     monkeypatch.setattr(hardware, "_cpu_flags", lambda: {"avx2"})
     monkeypatch.setattr(native, "select", lambda: None)
     monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
-    options = {"device": "cpu", "max_model_len": 32, "use_tqdm": False} | options
-    llm = LLM(_llama_of_the_kernels(), drafter=None, tokenizer=None, **options)
+    common: dict[str, Any] = {"device": "cpu", "max_model_len": 32, "use_tqdm": False, "tokenizer": None}
+    llm = LLM(_llama_of_the_kernels(), drafter="ngram", **common)
     assert "(not native: the C++ extension is not built)" in llm.engine.describe()
+    for option in ({"quantization": "int8"}, {"quantization": "int4"}, {"attention": "native"}):
+        with pytest.raises(ParameterError, match=f"{next(iter(option))}=.*not possible here: the C\\+\\+ extension"):
+            LLM(_llama_of_the_kernels(), drafter=None, **common, **option)  # type: ignore[arg-type]
 
 
 def _llama_of_the_kernels() -> PreTrainedModel:

@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from paceline.models.native.matrices import Outcome, StoredMatrix, load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import real_models
-from model_support import NATIVE, Runner, random_tokens, tiny
+from model_support import NATIVE, Runner, packed, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, dequantise
 from paceline.models.files.quantised_tensors import MXFP4Tensor, Parts
-from paceline.models.load import loading
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import load_model, open_checkpoint
+from paceline.models.native.matrices import Outcome, StoredMatrix
 from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, write
 
 SHAPE = {
@@ -66,11 +65,9 @@ def test_the_logits_are_those_of_the_dequantised_model(name: str, checkpoints: d
 
 def matrix_of(path: Path, to: Format, name: str = "layers.1.down.weight") -> tuple[Tensor, Outcome]:
     """The numbers of a matrix as the kernels get it, in float32."""
-    config = loading.description_of(path)
-    assert config is not None
-    _, placements = loading.placed(path, config)
-    outcome = Outcome()
-    (part,) = (placement for placement in placements if placement.slot.target == name)
+    checkpoint, outcome = open_checkpoint(path), Outcome()
+    assert checkpoint is not None
+    (part,) = (placement for placement in checkpoint.placements if placement.slot.target == name)
     weight = StoredMatrix([part], outcome)(to)
     return dequantise(weight, part.slot.shape[1]), outcome
 
@@ -114,8 +111,7 @@ def test_codes_are_kept_where_the_format_holds_them(name: str, to: Format, check
 @pytest.mark.parametrize(("name", "to"), [("GPTQ", "int4"), ("compressed-tensors W8A8", "int8")])
 def test_the_kernels_run_on_the_codes(name: str, to: str, checkpoints: dict, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "paceline")
-    model = load_packed(checkpoints[name][0], torch.bfloat16, to)  # type: ignore[arg-type]
-    assert model is not None
+    packed(checkpoints[name][0], to, dtype=torch.bfloat16)  # type: ignore[arg-type]
     assert re.search(rf"in {to}: 14 (GPTQ|int8) as stored$", caplog.messages[-1])
 
 
@@ -308,7 +304,7 @@ def test_numbers_that_are_not_finite_are_refused_before_they_are_rounded(tmp_pat
     tensors[f"{Q}.weight_scale_inv"][0, 0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelFormatError, match=r"self_attn\.q_proj\.weight has values that are not finite"):
-        load_packed(tmp_path, torch.bfloat16, "int8")
+        packed(tmp_path, "int8", dtype=torch.bfloat16)
 
 
 # Real weights

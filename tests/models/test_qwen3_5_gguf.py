@@ -17,8 +17,8 @@ from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.loading import find_head, has_own_head, load_head_for, load_own_head
 from paceline.errors import ModelFormatError
-from paceline.models.load.loading import load_config, load_model
-from paceline.models.native.recurrent import RecurrentModel
+from paceline.models.base import state_shape_of
+from paceline.models.load.loading import load_config, load_model, open_checkpoint
 from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
 from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 
@@ -108,14 +108,16 @@ def test_a_gguf_file_gives_the_weights_of_its_original(sizes: str, tmp_path: Pat
     shape = SIZES["grouped"] if sizes == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
     theirs = tiny_qwen3_5(2, **shape)
     path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
-    model, original = load_model(path, dtype=torch.float32), load_model(theirs, dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    assert isinstance(original, RecurrentModel)
-    assert model.state_shape == original.state_shape
-    assert model.spec.attentions[0].rotary == original.spec.attentions[0].rotary
-    assert model.weights.keys() == original.weights.keys()
-    for name, weight in original.weights.items():
-        torch.testing.assert_close(model.weights[name], weight, msg=name)
+    found, original = open_checkpoint(path), open_checkpoint(theirs)
+    assert found is not None
+    assert original is not None
+    models = [load_model(source, dtype=torch.float32) for source in (path, theirs)]
+    assert state_shape_of(models[0]) == state_shape_of(models[1])
+    assert found.spec.attentions[0].rotary == original.spec.attentions[0].rotary
+    tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
+    assert tensors.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(tensors[name], weight, msg=name)
     assert not has_own_head(path)
 
 
@@ -181,7 +183,7 @@ def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -
     assert load_config(path).num_hidden_layers == 3
     models = [load_model(each, dtype=torch.float32) for each in (path, tmp_path)]
     heads = [load_own_head(model, each) for model, each in zip(models, (path, tmp_path), strict=True)]
-    ours, original = (each.head.state_dict() for each in heads)
+    ours, original = (each.head.state_dict() for each in heads)  # type: ignore[attr-defined]
     assert ours.keys() == original.keys()
     for name, weight in original.items():
         torch.testing.assert_close(ours[name], weight, msg=name)

@@ -11,25 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.state_memory import resident
-from paceline.models.native.matrices import load_packed
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
+from covering import in_pairs
+from kernels.reference_model import ReferenceModel
+from model_support import packed, packed_at_once
 from paceline.config import SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.core.row_tables import GROWS
 from paceline.kernels import native
-from paceline.models.base import cache_of
-from paceline.models.load.loading import load_model
+from paceline.models.base import AnyModel, FlatModel, cache_of
+from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.native.spec import spec_of
 from quantised_support import CONVERTERS, convert_files
 from recurrent_support import (
     LFM2_SIZES,
     SIZES,
+    in_torch,
     on_kernels,
-    ours,
+    reference_of,
     tiny_lfm2,
     tiny_native_recurrent,
     tiny_qwen3_5,
@@ -39,8 +41,8 @@ from toy import SHAPES, VOCAB, answers, make_engine, run, script_drafts, truth_o
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODELS: dict[str, Callable[[], RecurrentModel | NativeModel]] = {
-    "torch": tiny_recurrent,
+MODELS: dict[str, Callable[[], AnyModel]] = {
+    "torch": lambda: in_torch(tiny_qwen3_5()),
     "bf16": lambda: tiny_native_recurrent(quantization=None),
     "int8": lambda: tiny_native_recurrent(**SIZES["wide"]),
     "int4": lambda: tiny_native_recurrent(quantization="int4"),
@@ -73,7 +75,7 @@ def assert_greedy(model: Qwen3_5ForCausalLM, prompt: list[int], answer: list[int
 def test_logits_equal_those_of_transformers(sizes: str) -> None:
     for seed in range(3):
         theirs = tiny_qwen3_5(seed, **SIZES[sizes])
-        model = ours(theirs)
+        model = reference_of(theirs)
         tokens = [(7 * place + seed) % VOCAB for place in range(70)]
         with torch.inference_mode():
             wanted = theirs(torch.tensor([tokens])).logits[0]
@@ -81,20 +83,18 @@ def test_logits_equal_those_of_transformers(sizes: str) -> None:
         torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("sizes", "rows"), zip(SIZES, (6, 1, 6), strict=True))
 def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> None:
     theirs = tiny_qwen3_5(1, **SIZES[sizes])
-    engine = make_engine(ours(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
+    engine = make_engine(in_torch(theirs), drafter="ngram", max_batch_size=rows, prefill_chunk=7)
     for prompt, (answer,) in zip(PROMPTS, answers(run(engine, PROMPTS, PARAMS)), strict=True):
         assert_greedy(theirs, prompt, answer)
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("stored", ["plain", "float8 in small blocks"])
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("stored", "quantization"), [("plain", None), ("plain", "int4"), ("float8 in small blocks", "int8")]
+)
 def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
     stored: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -103,16 +103,11 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
         theirs().save_pretrained(tmp_path)
         if stored != "plain":
             convert_files(tmp_path, CONVERTERS[stored])
-        straight, at_once = (
-            load_packed(tmp_path, torch.float32, quantization),
-            load_model(tmp_path, dtype=torch.float32),
-        )
-        assert isinstance(at_once, RecurrentModel)
-        theirs = NativeModel.from_weights(at_once.spec, at_once.weights, "tiny", quantization=quantization)
-        packed = None if straight is None else straight.packed(), theirs.packed()
-        assert packed[0] is not None
-        assert packed[1] is not None
-        assert torch.equal(packed[0], packed[1])
+        models = packed(tmp_path, quantization), packed_at_once(tmp_path, quantization)
+        straight, at_once = (model.packed() for model in models)  # the models' memory
+        assert straight is not None
+        assert at_once is not None
+        assert torch.equal(straight, at_once)
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -122,7 +117,7 @@ def test_stored_codes_are_kept_also_where_gates_lie_between_the_queries(
     caplog.set_level("INFO", "paceline")
     tiny_qwen3_5().save_pretrained(tmp_path)
     matrices = convert_files(tmp_path, CONVERTERS["compressed-tensors W8A8"])
-    assert load_packed(tmp_path, torch.bfloat16, "int8") is not None
+    packed(tmp_path, "int8", dtype=torch.bfloat16)
     assert f"{len(matrices)} int8 as stored" in caplog.messages[-1]
     assert any("q_proj" in name for name in matrices)
 
@@ -133,13 +128,13 @@ def plain_answers(kind: str) -> list[list[list[int]]]:
     return answers(run(make_engine(MODELS[kind](), max_batch_size=1), PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("shape", ["caps", *SHAPES])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*zip(MODELS, ["caps", *SHAPES], strict=True), *zip(MODELS, [*SHAPES, "caps"], strict=True)]
+)
 def test_rejected_draft_tokens_and_other_branches_leave_no_trace(kind: str, shape: str) -> None:
     plain = plain_answers(kind)
     engine = make_engine(MODELS[kind](), drafter="ngram", max_batch_size=4, prefill_chunk=5)
-    assert (engine.parts.native is not None) == (kind != "torch"), "the kernels run whole rounds"
+    assert (engine.rounds.choice.kernels is not None) == (kind != "torch"), "the kernels run whole rounds"
     script_drafts(engine, truth_of(PROMPTS, PARAMS, plain), shape)
     outputs = run(engine, PROMPTS, PARAMS)
     assert answers(outputs) == plain
@@ -204,25 +199,23 @@ def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
     assert states.inputs[0, :, :3, 0].tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 6]]
 
 
-@pytest.mark.parametrize("kernels", [*native.available(), *native.emulated()], ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.one_in(13)
+@in_pairs(kernels=[*native.available(), *native.emulated()], quantization=[None, "int8", "int4"], name=THEIRS)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
-    model = ours(THEIRS[name]())
-    spec, tokens = spec_of(model.spec, model.weights), [5 * place % VOCAB for place in range(100)]
-    fast, slow = (
-        NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=each) for each in (kernels, None)
-    )
+    checkpoint = open_checkpoint(THEIRS[name]())
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+    tokens = [5 * place % VOCAB for place in range(100)]
+    fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
+    slow = ReferenceModel(spec, "tiny", quantization=quantization)
     found = in_pieces(fast, tokens, [100])
     torch.testing.assert_close(found[:4], in_pieces(slow, tokens[:4], [4]), atol=2e-3, rtol=2e-3)
     for pieces in ([1] * 100, [3, 30, 33, 34]):
         torch.testing.assert_close(in_pieces(fast, tokens, pieces), found, rtol=0, atol=0)
 
 
-def in_pieces(model: NativeModel, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+def in_pieces(model: FlatModel, tokens: list[int], sizes: list[int]) -> torch.Tensor:
     """Hidden states of a text that is fed in pieces."""
     cache, start, found = cache_of(model, 1, 128), 0, []
     for size in sizes:
@@ -265,11 +258,11 @@ def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(
 
 
 def test_a_chat_goes_on_from_the_state_in_its_slot() -> None:
-    engine, text, cached = make_engine(tiny_recurrent(), max_batch_size=2), [5, 6, 7] * 7, []
+    engine, text, cached = make_engine(MODELS["torch"](), max_batch_size=2), [5, 6, 7] * 7, []
     for turn in range(4):
         (output,) = run(engine, [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
         cached.append(output.outputs[0].metrics.cached_tokens)
-        (plain,) = run(make_engine(tiny_recurrent()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
+        (plain,) = run(make_engine(MODELS["torch"]()), [text], [SamplingParams(temperature=0, max_tokens=6, seed=turn)])
         assert answers([output]) == answers([plain])
         text = [*text, *output.outputs[0].token_ids, 3, 4, turn]
     assert cached == [0, 26, 35, 44], "all but the last token of each answer"

@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
-from paceline.models.native.matrices import load_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gguf_support import begun, finish
-from model_support import VOCABULARY, random_tokens, tiny
+from kernels.reference_model import ReferenceModel
+from model_support import VOCABULARY, packed, packed_at_once, random_tokens, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.base import cache_of
-from paceline.models.load.loading import load_model
+from paceline.models.base import FlatModel, cache_of
+from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
-from recurrent_support import as_on_gpus, randomise
-from toy import make_engine, run
+from recurrent_support import in_torch, randomise, reference_of
+from toy import answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
@@ -71,17 +71,11 @@ def _qwen3_5_moe() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"gpt_oss": _gpt_oss, "qwen3_5_moe": _qwen3_5_moe}
 
 
-def _logits(model: RecurrentModel | NativeModel, tokens: Tensor, at_once: int = 100) -> Tensor:
+def _logits(model: FlatModel, tokens: Tensor, at_once: int = 100) -> Tensor:
     cache, count = cache_of(model, 1, 64), len(tokens)
     nodes = tokens, torch.zeros(count, dtype=torch.int64), torch.arange(count)
     parts = [model.forward(Nodes(*(t[i : i + at_once] for t in nodes)), cache).hidden for i in range(0, count, at_once)]
     return model.logits(torch.cat(parts))
-
-
-def _ours(theirs: PreTrainedModel) -> RecurrentModel:
-    model = load_model(theirs, dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
-    return model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,7 +83,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     theirs, tokens = MODELS[name](), random_tokens(1, 20)
     with torch.no_grad():
         wanted = theirs(tokens).logits[0]
-    assert (_logits(_ours(theirs), tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+    assert (_logits(reference_of(theirs), tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,29 +97,23 @@ def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: 
                 tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         wanted.append(tokens[len(prompt) :])
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    model = reference_of(theirs) if name == "gpt_oss" else in_torch(theirs)
     for drafter, rows in ((None, 1), ("ngram", 4)):
-        options = {"dtype": "float32", "max_batch_size": rows, "max_model_len": 48, "tokenizer": None}
-        options |= {} if drafter is None else {"num_speculative_tokens": 2}
-        llm = LLM(theirs, drafter=drafter, **options)  # type: ignore[arg-type]
-        found = llm.generate(prompts[:rows], params, use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in found] == wanted[:rows], drafter
+        options: dict[str, Any] = {} if drafter is None else {"num_speculative_tokens": 2}
+        engine = make_engine(model, drafter=drafter, max_batch_size=rows, max_model_len=48, **options)
+        assert answers(run(engine, prompts[:rows], [params] * rows)) == [[text] for text in wanted[:rows]], drafter
 
 
-def test_experts_between_recurrent_layers_run_as_on_gpus() -> None:
-    theirs = _qwen3_5_moe()
-    prompts = [random_tokens(1, 3 + row, seed=row)[0].tolist() for row in range(4)]
-    engine = make_engine(as_on_gpus(theirs), drafter="ngram", num_speculative_tokens=2, max_model_len=48)
-    params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * len(prompts)
-    for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
-        text = [*prompt, *output.outputs[0].token_ids]
-        with torch.no_grad():
-            wanted = theirs(torch.tensor([text])).logits[0].argmax(-1)
-        assert text[len(prompt) :] == wanted[len(prompt) - 1 : -1].tolist()
-
-
-def test_sinks_are_refused_on_gpus() -> None:
-    with pytest.raises(ModelFormatError, match="gpt_oss models, which have attention sinks, run on CPUs only"):
-        as_on_gpus(_gpt_oss())
+def test_sinks_are_refused_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
+    with pytest.raises(ModelFormatError, match=r"attention sinks, which only the CPU kernels run: .*dtype='bfloat16'"):
+        LLM(_gpt_oss(), dtype="float32", **options)
+    with pytest.raises(ModelFormatError, match="attention sinks, run on the CPU kernels only"):
+        LLM(_gpt_oss(), attention="padded", **options)
+    monkeypatch.setattr(native, "select", lambda: None)
+    monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
+    with pytest.raises(ModelFormatError, match=r"sinks, which only the CPU kernels run: the C\+\+ extension"):
+        LLM(_gpt_oss(), dtype="bfloat16", **options)
 
 
 @needs_kernels
@@ -135,9 +123,11 @@ def test_the_kernels_run_the_model_with_bits_that_do_not_depend_on_the_call(
     name: str, quantization: Quantization | None
 ) -> None:
     """Compared with the reference implementation of the same rounding: another rounding may choose other experts."""
-    ours, tokens = _ours(MODELS[name]()), random_tokens(1, 20)[0]
-    spec = spec_of(ours.spec, ours.weights)
-    model, slow = (NativeModel(spec, name, quantization=quantization, kernels=k) for k in (native.select(), None))
+    checkpoint, tokens = open_checkpoint(MODELS[name]()), random_tokens(1, 20)[0]
+    assert checkpoint is not None
+    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+    model = NativeModel(spec, name, quantization=quantization)
+    slow = ReferenceModel(spec, name, quantization=quantization)
     exact, found = _logits(slow, tokens), _logits(model, tokens)
     assert float((found - exact).norm() / exact.norm()) < 0.01
     assert torch.equal(found, _logits(model, tokens, at_once=3))
@@ -150,14 +140,14 @@ def test_a_checkpoint_read_by_expert_gives_the_weights_of_one_read_at_once(
     name: str, quantization: Quantization | None, tmp_path: Path
 ) -> None:
     MODELS[name]().save_pretrained(tmp_path)
-    straight, at_once = load_packed(tmp_path, torch.float32, quantization), load_model(tmp_path, dtype=torch.float32)
-    assert straight is not None
-    assert isinstance(at_once, RecurrentModel)
-    whole = NativeModel.from_weights(at_once.spec, at_once.weights, name, quantization=quantization)
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(tmp_path, quantization)), _memory(packed_at_once(tmp_path, quantization)))
+
+
+def _memory(model: NativeModel) -> Tensor:
+    """The packed weights; a view of memory that the model owns is copied."""
+    memory = model.packed()
+    assert memory is not None
+    return memory.clone()
 
 
 @needs_kernels
@@ -167,8 +157,8 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
     tensors: dict[str, Tensor] = {}
     for name, tensor in theirs.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
-            packed, exponents, exact = mxfp4_blocks(tensor.mT.contiguous())
-            tensors |= {f"{name}_blocks": packed.unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
+            codes, exponents, exact = mxfp4_blocks(tensor.mT.contiguous())
+            tensors |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": exponents}
             tensor.copy_(exact.mT)
         else:
             tensors[name] = tensor
@@ -178,14 +168,7 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config | modules))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert any(name.endswith("_blocks") for name in load_file(tmp_path / "model.safetensors"))
-    straight = load_packed(tmp_path, torch.float32, None)
-    ours = _ours(theirs)
-    whole = NativeModel.from_weights(ours.spec, ours.weights, "tiny")
-    assert straight is not None
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(tmp_path)), _memory(packed_at_once(theirs)))
 
 
 # GGUF files
@@ -230,8 +213,7 @@ def _written(path: Path, theirs: PreTrainedModel, experts: gguf.GGMLQuantization
 
 def test_a_gguf_file_of_gpt_oss_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     theirs, tokens = _gpt_oss(**_PUBLISHED), random_tokens(1, 40)
-    model = load_model(_written(tmp_path / "tiny.gguf", theirs, gguf.GGMLQuantizationType.F32), dtype=torch.float32)
-    assert isinstance(model, RecurrentModel)
+    model = reference_of(_written(tmp_path / "tiny.gguf", theirs, gguf.GGMLQuantizationType.F32))
     with torch.no_grad():
         wanted = theirs(tokens).logits[0]
     assert (_logits(model, tokens[0]) - wanted).abs().max() < 1e-3 * wanted.abs().max()
@@ -243,11 +225,4 @@ def test_experts_in_mxfp4_of_a_gguf_file_are_packed_like_their_numbers(
     quantization: Quantization | None, tmp_path: Path
 ) -> None:
     path = _written(tmp_path / "tiny.gguf", _gpt_oss(**_PUBLISHED), gguf.GGMLQuantizationType.MXFP4)
-    straight, at_once = load_packed(path, torch.float32, quantization), load_model(path, dtype=torch.float32)
-    assert straight is not None
-    assert isinstance(at_once, RecurrentModel)
-    whole = NativeModel.from_weights(at_once.spec, at_once.weights, "whole", quantization=quantization)
-    packed = straight.packed(), whole.packed()
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(_memory(packed(path, quantization)), _memory(packed_at_once(path, quantization)))

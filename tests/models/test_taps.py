@@ -6,15 +6,13 @@ import pytest
 import torch
 
 import real_models
-from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
+from model_support import FOREIGN, NATIVE, Runner, packed, random_tokens, tiny
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.load.loading import load_model
-from paceline.models.native.model import NativeModel
 from paceline.models.torch.huggingface import HuggingFaceModel
-from paceline.models.torch.transformer import Transformer
 
 TAPS = (2, 0, 1)
 
@@ -65,9 +63,7 @@ def test_features_of_the_kernels_are_close_to_those_of_transformers(
 ) -> None:
     path = real_models.find("smollm2-135m")
     theirs = real_models.load_in_transformers(path)
-    loaded = load_model(theirs, dtype=torch.float32)
-    assert isinstance(loaded, Transformer)
-    ours = NativeModel.from_transformer(loaded, quantization=quantization)
+    ours = packed(theirs, quantization)
     tokens = torch.arange(1000, 1040)
     taps = (2, ours.layers // 2, ours.layers - 3)  # EAGLE-3's
     nodes = Nodes(tokens, torch.zeros_like(tokens), torch.arange(40))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.batch import Batch, Wish
+from paceline.batch import Batch, SpeculationPlan
 from paceline.draft import Draft, Verdict
 from paceline.drafters import Drafter
 from paceline.lengths import LengthPolicy
@@ -26,7 +26,7 @@ class Echo(RowKeepers, Drafter):
     def keepers(self) -> tuple[RowKeeper, ...]:
         return (self.periods,)
 
-    def propose(self, batch: Batch, plan: Wish) -> Draft:
+    def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         periods = [self.periods.setdefault(row, self.period) for row in range(batch.rows)]
         back = torch.tensor([[step % period - period for step in range(plan.k)] for period in periods])
         place = (batch.live_length[:, None] + back.to(batch.device)).clamp(min=0)
@@ -42,13 +42,13 @@ class Careful(LengthPolicy):
     """One draft token more than the most that a row kept in the round before."""
 
     name = "careful"
-    most_guesses = 5
+    max_draft_tokens = 5
 
     def __init__(self) -> None:
         self.k = 1
 
-    def choose(self, batch: Batch) -> Wish:
-        return Wish(self.k)
+    def choose(self, batch: Batch) -> SpeculationPlan:
+        return SpeculationPlan(self.k)
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        self.k = min(max(verdict.host.accepted) + 1, self.most_guesses)
+        self.k = min(max(verdict.host.accepted) + 1, self.max_draft_tokens)

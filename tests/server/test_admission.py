@@ -14,11 +14,10 @@ import pytest
 from paceline.config import ServerConfig
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paceline.server import errors, replies
-from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket, PromptCost
+from paceline.server.admission import Admission, AdmissionLimits, AdmissionTicket
 from paceline.server.completions import CompletionJob
-from paceline.server.delta import OutputCursor, Update
+from paceline.server.delta import MAX_UNREAD, Mailbox, OutputCursor, Update
 from paceline.server.documents import written, written_in_pieces
-from paceline.server.mailbox import MAX_UNREAD, Mailbox
 from paceline.server.protocol import CompletionRequest
 from paceline.server.service import Submission
 from paceline.server.streaming import EventStream
@@ -32,7 +31,8 @@ LIMITS = AdmissionLimits(answers=4, tokens=400)
 
 
 def enter(admission: Admission, client: str, answers: int = 1, made: int = 10, read: int = 10) -> AdmissionTicket:
-    (ticket,) = admission.enter(client, [PromptCost(answers, made, read)], LIMITS)
+    ticket = AdmissionTicket(answers, made, read)
+    admission.enter(client, [ticket], LIMITS)
     return ticket
 
 
@@ -111,7 +111,7 @@ def test_more_sequences_than_the_server_can_admit_are_refused(live: Live, body: 
 
 def test_scored_prompts_queue_like_others_and_use_no_cache_while_waiting(live: Live) -> None:
     body = {"prompt": ["some prompt"] * 8, "echo": True, "max_tokens": 0, "logprobs": 1}
-    admission, service = live.context.admission, live.context.service
+    admission, service = live.context.dispatcher.admission, live.context.service
     with ThreadPoolExecutor(2) as pool:
         with live.held():
             first = [pool.submit(live.post, "/v1/completions", body) for _ in range(2)]
@@ -129,7 +129,7 @@ def test_scored_prompts_queue_like_others_and_use_no_cache_while_waiting(live: L
 
 
 def test_too_many_log_probabilities_and_too_long_texts_are_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.server.context.MAX_LOGPROB_ENTRIES", 1000)
+    monkeypatch.setattr("paceline.server.dispatch.MAX_LOGPROB_ENTRIES", 1000)
     asked = {"prompt": "a", "logprobs": 20, "n": 4, "max_tokens": 12}
     assert "log-probabilities" in live.post("/v1/completions", asked).json()["error"]["message"]
     assert live.post("/v1/completions", {**asked, "n": 3}).status_code == 200
@@ -139,8 +139,8 @@ def test_too_many_log_probabilities_and_too_long_texts_are_refused(live: Live, m
     def never(*_: Any) -> list[int]:
         raise AssertionError("was tokenized")
 
-    monkeypatch.setattr(live.context.tokenizer, "encode", never)
-    monkeypatch.setattr(live.context.tokenizer, "chat", never)
+    monkeypatch.setattr(live.context.texts.tokenizer, "encode", never)
+    monkeypatch.setattr(live.context.texts.tokenizer, "chat", never)
     text = "a" * 200_000
     for path, long in (
         ("/v1/completions", {"prompt": text}),
@@ -187,7 +187,7 @@ def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
 ) -> None:
     """The stream's first event is never sent; the 64 + 1 updates behind it are merged."""
     context, lengths, inboxes, submit = live.context, list[int](), list[Mailbox](), live.context.service.submit
-    body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)
+    body = CompletionRequest(prompt="abc", max_tokens=300, n=2, ignore_eos=True, stream=True, num_speculative_tokens=0)  # type: ignore[call-arg]
 
     def noted(submission: Submission) -> None:
         inboxes.append(submission.inbox)
@@ -208,7 +208,7 @@ def test_admission_ends_with_the_engine_even_if_the_client_does_not_read(
         stream = asyncio.ensure_future(EventStream(job.stream(), context.meter)({}, receive, send))
         await asyncio.wait_for(sent.wait(), PATIENCE)
         (inbox,) = inboxes
-        while context.admission.inside:
+        while context.dispatcher.admission.inside:
             lengths.append(len(inbox))
             await asyncio.sleep(0.002)
         lengths.append(len(inbox))
@@ -295,7 +295,7 @@ def test_long_replies_equal_short_ones(live: Live, monkeypatch: pytest.MonkeyPat
         return found
 
     whole = choices(False)
-    monkeypatch.setattr("paceline.server.context._SHORT_REPLY", 0)
+    monkeypatch.setattr("paceline.server.documents._SHORT_REPLY", 0)
     assert choices(False) == whole
     assert choices(True)
 
@@ -340,7 +340,7 @@ def test_a_hundred_requests_of_one_key_delay_another_key_by_one_turn(
             wait_until(lambda: keyed.waiting == 100)
             single = pool.submit(ask, "modest", seed=2)
             wait_until(lambda: keyed.waiting == 101)
-            assert keyed.context.admission.inside == 101
+            assert keyed.context.dispatcher.admission.inside == 101
         assert {each.result().status_code for each in (*many, single)} == {200}
     assert [name.split()[-1] for name in begun].index("2") <= 1, "at most one turn of the other key"
     assert len({name.split()[1] for name in begun}) == 2

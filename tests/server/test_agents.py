@@ -77,13 +77,13 @@ def counted(live: Live) -> tuple[float, float]:
 def first_prompt(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that receives the number of tokens of every prompt."""
     sizes: list[int] = []
-    generate = live.context._compare
+    compare_prompt = live.context.dispatcher._compare
 
     def compare(prompt: Sequence[int], client: str) -> None:
         sizes.append(len(prompt))
-        generate(prompt, client)
+        compare_prompt(prompt, client)
 
-    monkeypatch.setattr(live.context, "_compare", compare)
+    monkeypatch.setattr(live.context.dispatcher, "_compare", compare)
     return sizes
 
 

@@ -124,7 +124,7 @@ def test_param_names_the_field_as_the_client_wrote_it(body: Any, model: type[Bas
 )
 def test_unusual_json_is_refused(body: bytes) -> None:
     with pytest.raises((errors.ApiError, ParameterError)) as caught:
-        read(CompletionRequest, body).sampling(SamplingParams(), 1, None)  # checks the ranges of numbers
+        read(CompletionRequest, body).sampling(SamplingParams(), 1)  # checks the ranges of numbers
     refused = errors.from_paceline(caught.value)
     assert refused.status == 400
     assert len(str(refused.body)) < 2 * limits.MAX_MESSAGE

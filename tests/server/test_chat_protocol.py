@@ -1,7 +1,9 @@
 """Fields that common clients send: supported, or ignored if they cannot change the answer; all others are refused."""
 
+# mypy: disable-error-code=call-arg
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,9 +44,9 @@ HARMLESS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("extra", HARMLESS, ids=str)
 def test_fields_that_cannot_change_the_answer_are_accepted(extra: dict[str, Any]) -> None:
-    plain = ChatRequest(messages=[USER]).sampling(SamplingParams(), 8, None)
-    assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(SamplingParams(), 8, None) == plain
-    assert CompletionRequest.model_validate({"prompt": "a", **extra}).sampling(SamplingParams(), 8, None) == plain
+    plain, limit = ChatRequest(messages=[USER]).sampling(SamplingParams(), 8), {"max_tokens": 8}
+    assert ChatRequest.model_validate({"messages": [USER], **extra}).sampling(SamplingParams(), 8) == plain
+    assert CompletionRequest.model_validate({"prompt": "a", **limit, **extra}).sampling(SamplingParams(), 1) == plain
 
 
 @pytest.mark.parametrize(
@@ -170,13 +172,13 @@ SENT: list[dict[str, Any]] = [
 TALK = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def fields_of(api: str) -> Any:
+def chat_options(api: str) -> ChatOptions:
     """The options of a conversation with the tools that were sent, in an API's form."""
     if api == "llm":
-        return {"tools": SENT}
+        return ChatOptions.of({"tools": SENT})
     if api == "chats":
         tools = [{**tool, "cache_control": {"type": "ephemeral"}} for tool in SENT]
-        return ChatRequest.model_validate({"messages": [USER], "tools": tools}).chat_fields
+        return ChatRequest.model_validate({"messages": [USER], "tools": tools}).chat_options
     tools = [{**tool["function"], "type": "function"} for tool in SENT]
     return options_of(ResponsesRequest.model_validate({"input": "hi", "tools": tools}))
 
@@ -184,7 +186,7 @@ def fields_of(api: str) -> Any:
 @pytest.mark.parametrize("api", ["llm", "chats", "responses"])
 def test_the_template_gets_the_tools_that_were_sent_as_in_transformers(api: str) -> None:
     tokenizer = wrap(byte_level_backend(), eos_token="<eos>", chat_template=TALK)
-    prompt = chat_prompt(tokenizer, [USER], ChatOptions.of({**fields_of(api), "tool_parser": "hermes"}))
+    prompt = chat_prompt(tokenizer, [USER], replace(chat_options(api), tool_parser="hermes"))
     own = [{"type": "function", "function": tool["function"]} for tool in SENT] if api == "responses" else SENT
     expected = tokenizer.huggingface.apply_chat_template([USER], tools=own, tokenize=False)
     assert tokenizer.spell(prompt.token_ids) == expected

@@ -46,7 +46,7 @@ def test_a_gap_is_filled_as_offline(live: Live, offline: LLM) -> None:
 
 
 def test_a_gap_ends_at_the_models_markers(live: Live) -> None:
-    markers = live.context.infill
+    markers = live.context.texts.infill
     body = {"prompt": GAP[0], "suffix": GAP[1], "logit_bias": {str(markers.ends[0]): 100.0}, "max_tokens": 5}
     (choice,) = live.post("/v1/completions", body).json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", markers.ends[0])

@@ -26,7 +26,6 @@ def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
         yield server
 
 
-@pytest.mark.wide
 def test_every_request_is_logged_with_its_id(served: Served) -> None:
     asked = [("/health", "first", 200), ("/v1/models?a=%22%0a", "second", 200), ("/nowhere", "third", 404)] * 40
     for number, (path, name, _) in enumerate(asked):
@@ -76,7 +75,6 @@ def read_until_cut(stream: httpx.Response, served: Served) -> None:
     list(lines)
 
 
-@pytest.mark.wide
 def test_a_second_signal_ends_at_once(served: Served) -> None:
     """The queue is full, with four times as many requests as rows: no answer is complete before the second signal."""
     body = {**LONG, "n": 16, "stream": True, "num_speculative_tokens": 0}

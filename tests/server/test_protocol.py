@@ -52,7 +52,7 @@ def test_every_sampling_parameter_is_a_field_or_has_a_reason_not_to_be() -> None
 
 def test_every_field_reaches_the_engine() -> None:
     assert SENT.keys() | {"max_tokens"} == SamplingFields.model_fields.keys()
-    params = CompletionRequest.model_validate({"prompt": "a", **SENT}).sampling(SamplingParams(), 8, None)
+    params = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 8, **SENT}).sampling(SamplingParams(), 1)
     assert params == SamplingParams.from_mapping(SENT | {"max_tokens": 8})
     for name in SENT:
         assert getattr(params, name) != getattr(SamplingParams(), name)

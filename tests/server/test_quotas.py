@@ -70,8 +70,8 @@ def test_the_token_bucket_refills_with_time_and_returns_unused_tokens() -> None:
     def use(asked: int, used: int) -> int:
         """Return the seconds to wait; 0 if the request was admitted."""
         try:
-            with quotas.hold(client, asked) as bill:
-                bill.used = used
+            with quotas.hold(client, asked):
+                quotas.charge(client, used)
         except errors.ApiError as error:
             return error.retry_after or 0
         return 0
@@ -96,7 +96,7 @@ def keyed(tiny: str) -> Iterator[Live]:
 
 
 def test_a_keys_limit_does_not_affect_other_keys(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = keyed.context.quotas._accounts[key_name("slow")]
+    slow = keyed.context.dispatcher.quotas._accounts[key_name("slow")]
     monkeypatch.setattr(slow, "_clock", lambda: slow._at)  # stops the clock, however slow the machine
 
     def ask(key: str, **body: object) -> tuple[int, str | None]:
@@ -108,7 +108,7 @@ def test_a_keys_limit_does_not_affect_other_keys(keyed: Live, monkeypatch: pytes
     assert ask("slow", max_tokens=8) == (429, "6"), "10 of 20 are used, and 12 more are needed"
     assert ask("free", max_tokens=60) == ask("few") == (200, None)
     assert ask("few max_requests=1")[0] == ask("slow max_tokens_per_minute=20")[0] == 401
-    account = keyed.context.quotas._accounts[key_name("few")]
+    account = keyed.context.dispatcher.quotas._accounts[key_name("few")]
     assert account._requests == 0
     account._requests = 1  # as if one request were running
     try:

@@ -15,8 +15,8 @@ import pytest
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 from paceline.server.errors import ApiError
+from paceline.server.quotas import SharedLimit
 from paceline.server.security import AllowedHosts
-from paceline.server.shares import SharedLimit
 from paceline.server.sockets import listen
 from polling import wait_until
 from server_support import Live, start
@@ -178,7 +178,7 @@ def test_an_unread_stream_is_closed_even_if_it_fits_into_socket_buffers(hasty: L
         host, port = hasty.url.removeprefix("http://").split(":")
         client.connect((host, int(port)))
         client.sendall(request)
-        wait_until(lambda: hasty.context.admission.inside)
+        wait_until(lambda: hasty.context.dispatcher.admission.inside)
         hasty.wait_until_idle()
     assert hasty.metric("request_success_total") == ended, "the answer finished by itself"
 

@@ -206,9 +206,8 @@ STRUCTURES = [
 
 
 @pytest.mark.parametrize(("structure", "pattern"), STRUCTURES)
-@pytest.mark.one_in(5)
 def test_structured_outputs_by_name(live: Live, structure: dict[str, Any], pattern: str) -> None:
-    bias = {str(live.context.tokenizer.encode("b")[0]): 5}
+    bias = {str(live.context.texts.tokenizer.encode("b")[0]): 5}
     more = {"structured_outputs": structure}
     options = {"max_tokens": 20, "logit_bias": bias, "presence_penalty": 0.5, "stop": ["zzz"], "extra_body": more}
     (answer,) = chat(live, tools=openai.omit, **options).choices
@@ -229,7 +228,7 @@ def test_a_structure_comes_in_the_channel_after_the_thoughts(
     channels: Live, structure: dict[str, Any], first: str
 ) -> None:
     """The first letter of the first channel decides between thoughts (analysis) and text (final)."""
-    tokenizer = channels.context.tokenizer
+    tokenizer = channels.context.texts.tokenizer
     likely = {str(tokenizer.encode(first)[0]): 30, str(tokenizer.eos_token_ids[0]): 60}
     more = {"max_thinking_tokens": 9, "structured_outputs": structure}
     asked = {"tools": openai.omit, "logit_bias": likely, "extra_body": more}
@@ -251,7 +250,7 @@ def test_a_structure_comes_in_the_channel_after_the_thoughts(
 
 
 def test_thoughts_before_a_structure_that_are_cut_are_no_text(channels: Live) -> None:
-    likely = {str(channels.context.tokenizer.encode("a")[0]): 30}
+    likely = {str(channels.context.texts.tokenizer.encode("a")[0]): 30}
     asked = {"tools": openai.omit, "max_tokens": 30, "logit_bias": likely}
     (answer,) = chat(channels, **asked, extra_body={"structured_outputs": {"choice": ["ja"]}}).choices
     assert (answer.message.content, answer.finish_reason) == ("", "length")
@@ -276,10 +275,9 @@ CALL_OR_JSON = {
 
 @pytest.mark.parametrize("name", CALL_OR_JSON)
 @pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.one_in(3)
 def test_an_answer_is_a_call_or_a_text_that_follows_the_structure(live: Live, name: str, thinks: bool) -> None:
     more = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 3} if thinks else {}
-    begins = live.context.tokenizer.encode("<{")
+    begins = live.context.texts.tokenizer.encode("<{")
     found = set()
     for likely in begins:
         asked = {

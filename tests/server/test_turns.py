@@ -21,7 +21,7 @@ from paceline.chat.values import (
     message_of,
 )
 from paceline.core.outputs import CompletionOutput, TokenLogprob
-from paceline.server import context
+from paceline.server import documents
 from paceline.server.delta import Delta
 from paceline.server.turns import AnswerReader, ScoredText, merged
 from server_support import Live
@@ -69,7 +69,7 @@ def test_long_updates_are_read_outside_of_the_event_loop(
     monkeypatch.setattr(AnswerReader, "feed", feed)
     body = {**BODIES[path], "seed": 7, "stream": True}
     short = live.post(path, body)
-    monkeypatch.setattr(context, "_SHORT_REPLY", 0)
+    monkeypatch.setattr(documents, "_SHORT_REPLY", 0)
     threads.clear()
     long = live.post(path, body)
     assert {name.rsplit("_", 1)[0] for name in threads} == {"replies"}

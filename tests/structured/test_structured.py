@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from covering import in_pairs
 from paceline.config import SamplingParams, StructuredOutputs
 from paceline.errors import MissingPackageError, ParameterError, StructureError
 from paceline.kernels import native
@@ -74,10 +75,7 @@ def test_json_object_gives_any_object(plain: LLM) -> None:
     assert all(isinstance(json.loads(text), dict) for text in texts)
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-@pytest.mark.parametrize("attention", ["padded", "native"])
-@pytest.mark.one_in(3)
+@in_pairs(attention=["padded", "native"], drafter=["ngram", "model"], acceptance=["coupled", "rejection"])
 def test_speculation_does_not_change_structured_answers(
     path: str, drafter: str, acceptance: str, attention: str
 ) -> None:

@@ -180,12 +180,12 @@ class ChatFormat:
             parser = OutputParser(reads(tools), self.tools.new_id)
             parser.feed(self.thinking.begin if inside_thoughts and self.thinking is not None else "")
             return parser
-        read = self.tool_format().reads(tools) if tools else read_text
+        reader = self.tool_format().reads(tools) if tools else read_text
         if tools and structured:
-            read = reads_calls_or_text(self.tool_format().syntax.begin, read)
+            reader = reads_calls_or_text(self.tool_format().syntax.begin, reader)
         if self.thinking is not None:
-            read = reads_thinking(self.thinking, inside_thoughts, read)
-        return OutputParser(read, self.tools.new_id if self.tools is not None else openai_call_id)
+            reader = reads_thinking(self.thinking, inside_thoughts, reader)
+        return OutputParser(reader, self.tools.new_id if self.tools is not None else openai_call_id)
 
     def splitter(self, inside_thoughts: bool) -> ThoughtsSplitter | None:
         """Return a splitter of one answer into thoughts and text; None if the model has no thoughts."""
@@ -213,8 +213,8 @@ class ChatFormat:
     def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
         """Markers whose special tokens must stay in the text of an answer, because the parser reads them."""
         thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
-        read = tools or self.channels is not None
-        return (*thinking, *(self.tool_format().special if read else ()))
+        has_calls = tools or self.channels is not None
+        return (*thinking, *(self.tool_format().special if has_calls else ()))
 
 
 def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatFormat:

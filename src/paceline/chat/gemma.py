@@ -104,7 +104,8 @@ class _ObjectReader:
         elif character == "<":
             return False
         else:
-            self._word((yield from source.take_while(_WORD_STOP)))
+            word = yield from source.take_while(_WORD_STOP)  # a key, a number, true, false or null; else a string
+            self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not is_json(word) else word)
         return True
 
     def _punctuation(self, character: str) -> None:
@@ -125,10 +126,6 @@ class _ObjectReader:
             return False
         self._emit('"')
         return True
-
-    def _word(self, word: str) -> None:
-        """Write a bare word: a key, a number, true, false or null; anything else as a string."""
-        self._emit(json.dumps(word, ensure_ascii=False) if self._at_key or not is_json(word) else word)
 
 
 # --- grammar ---
@@ -188,9 +185,9 @@ def _value_rule(schema: object, root: Mapping[str, Any], quote: str, depth: int 
     if isinstance(kind, list) and kind:
         return any_of(inner({**schema, "type": each}) for each in kind)
     for name in ("$defs", "definitions"):
-        found, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
-        if place == f"#/{name}" and isinstance(found, Mapping) and target in found:
-            return inner(found[target])
+        definitions, (place, _, target) = root.get(name), str(schema.get("$ref")).rpartition("/")
+        if place == f"#/{name}" and isinstance(definitions, Mapping) and target in definitions:
+            return inner(definitions[target])
     if kind in ("integer", "number", "boolean", "null"):
         return json_schema(schema)
     return kind if kind in ("string", "array", "object") else "value"

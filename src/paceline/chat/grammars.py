@@ -79,12 +79,12 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 def _is_of_kind(schema: Mapping[str, Any], value: object) -> bool:
     """Whether a value has one of the types in "type"."""
-    given = schema.get("type")
-    kinds = given if isinstance(given, list) else [given]
+    types = schema.get("type")
+    kinds = types if isinstance(types, list) else [types]
     if isinstance(value, bool):
-        return given is None or "boolean" in kinds
+        return types is None or "boolean" in kinds
     value = int(value) if isinstance(value, float) and value.is_integer() else value
-    return given is None or any(isinstance(value, _TYPES.get(str(kind), object)) for kind in kinds)
+    return types is None or any(isinstance(value, _TYPES.get(str(kind), object)) for kind in kinds)
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
@@ -109,9 +109,9 @@ def arguments_of(tool: ToolDefinition) -> Mapping[str, Any] | None:
 
     Raises StructureError for keywords that say more about all arguments together.
     """
-    if found := tool.parameters.keys() - without_joint_keywords(tool.parameters).keys():
+    if joint := tool.parameters.keys() - without_joint_keywords(tool.parameters).keys():
         raise StructureError(
-            f"the parameters have {min(found)!r}, which the syntax of this model's calls cannot enforce"
+            f"the parameters have {min(joint)!r}, which the syntax of this model's calls cannot enforce"
         )
     return tool.properties
 

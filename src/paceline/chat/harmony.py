@@ -100,8 +100,8 @@ def _is_header(source: Source) -> Reading[bool]:
 
 def _called(header: str) -> str:
     """The function that a message with this header calls; "" if it is no call."""
-    found = _RECIPIENT.search(header)
-    return found[1] if found is not None else ""
+    recipient = _RECIPIENT.search(header)
+    return recipient[1] if recipient is not None else ""
 
 
 def _is_thoughts(header: str, ends: _Ends) -> bool:

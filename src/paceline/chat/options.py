@@ -74,14 +74,14 @@ class ChatOptions:
         self._check_choice()
 
     @staticmethod
-    def of(given: ChatFields) -> ChatOptions:
-        """Options from OpenAI's forms of tools and of their choice. Raises ParameterError."""
-        read: dict[str, Any] = {
+    def of(given: Mapping[str, Any]) -> ChatOptions:
+        """Options from ``ChatFields``: OpenAI's forms of tools and of their choice. Raises ParameterError."""
+        checked: dict[str, Any] = {
             "tools": tools_of(given.get("tools") or ()),
             "tool_choice": choice_of(given.get("tool_choice", "auto")),
             "chat_template_kwargs": template_variables(given.get("chat_template_kwargs")),
         }
-        return ChatOptions(**{**given, **read})
+        return ChatOptions(**{**given, **checked})
 
     def _check_choice(self) -> None:
         choice, names = self.tool_choice, [tool.name for tool in self.tools]
@@ -115,12 +115,13 @@ class ChatOptions:
         effort = self.reasoning_effort
         if effort is None:
             return {}
-        found: dict[str, Any] = {name: effort != "none" for name in _THINKING_SWITCHES if _names(chat_template, name)}
+        switches = [name for name in _THINKING_SWITCHES if _names(chat_template, name)]
+        variables: dict[str, Any] = dict.fromkeys(switches, effort != "none")
         if _names(chat_template, "reasoning_effort"):
-            found["reasoning_effort"] = effort
+            variables["reasoning_effort"] = effort
         allowed = "left out or none: the model's chat template knows no such setting"
-        check(bool(found) or effort == "none", "reasoning_effort", effort, allowed)
-        return found
+        check(bool(variables) or effort == "none", "reasoning_effort", effort, allowed)
+        return variables
 
 
 def check_variables(names: Iterable[str], chat_template: str) -> None:
@@ -149,11 +150,11 @@ def tools_of(given: object) -> tuple[ToolDefinition, ...]:
     allowed = f"a list of at most {MAX_TOOLS} functions, each with a name of its own"
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or len(given) > MAX_TOOLS:
         raise ParameterError("tools", given, allowed)
-    found = tuple(tool if isinstance(tool, ToolDefinition) else _tool(tool) for tool in given)
-    for tool in found:
+    tools = tuple(tool if isinstance(tool, ToolDefinition) else _tool(tool) for tool in given)
+    for tool in tools:
         check(_NAME.fullmatch(tool.name) is not None, "tools", tool.name, f"names of the form {_NAME.pattern}")
-    check(len({tool.name for tool in found}) == len(found), "tools", [tool.name for tool in found], allowed)
-    return found
+    check(len({tool.name for tool in tools}) == len(tools), "tools", [tool.name for tool in tools], allowed)
+    return tools
 
 
 def _tool(given: object) -> ToolDefinition:
@@ -178,10 +179,10 @@ def _tool(given: object) -> ToolDefinition:
 def _resolved(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters in place of a reference to a definition, as pydantic describes recursive models."""
     definitions, target = parameters.get("$defs"), str(parameters.get("$ref")).removeprefix("#/$defs/")
-    found = definitions.get(target) if isinstance(definitions, Mapping) else None
-    if not isinstance(found, Mapping) or parameters.keys() - {"$defs", "$ref", "description", "title"}:
+    definition = definitions.get(target) if isinstance(definitions, Mapping) else None
+    if not isinstance(definition, Mapping) or parameters.keys() - {"$defs", "$ref", "description", "title"}:
         return parameters
-    return {**found, "$defs": definitions}
+    return {**definition, "$defs": definitions}
 
 
 def _is_json(value: object) -> bool:
@@ -198,13 +199,13 @@ def choice_of(given: object) -> ToolChoice:
     if isinstance(given, str) and given in get_args(ToolMode):
         return ToolChoice(given)  # type: ignore[arg-type]
     name = _function_name(given)
-    found = _allowed_tools(given) if name is None else ToolChoice("required", name)
-    if found is None:
+    choice = _allowed_tools(given) if name is None else ToolChoice("required", name)
+    if choice is None:
         allowed = (
             'auto, none, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
         )
         raise ParameterError("tool_choice", given, allowed)
-    return found
+    return choice
 
 
 def _allowed_tools(given: object) -> ToolChoice | None:

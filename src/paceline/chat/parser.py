@@ -95,12 +95,12 @@ Reader: TypeAlias = Callable[[Source, MessageWriter], Reading[None]]
 class OutputParser:
     """Splits the text of one answer into the events of a message: runs a reader as text arrives."""
 
-    def __init__(self, read: Reader, new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(self, reader: Reader, new_id: Callable[[], str] = openai_call_id) -> None:
         self._source, self._writer = Source(), MessageWriter(new_id)
-        self._reading = self._read(read)
+        self._reading = self._read(reader)
 
-    def _read(self, read: Reader) -> Reading[None]:
-        yield from read(self._source, self._writer)
+    def _read(self, reader: Reader) -> Reading[None]:
+        yield from reader(self._source, self._writer)
         yield from read_text(self._source, self._writer)
 
     def feed(self, text: str) -> list[MessageEvent]:

@@ -134,10 +134,10 @@ def _json(source: Source, schema: object) -> Reading[str | None]:
     ended = yield from json_value(source, pieces.append)
     yield from source.skip_space()
     ended = ended and (yield from source.accept(_END_PARAMETER))
-    read, value = source.recorded(), "".join(pieces)
+    text, value = source.recorded(), "".join(pieces)
     if ended and is_json(value) and not (isinstance(schema, Mapping) and _means_string(schema, value)):
         return value
-    source.put_back(read)
+    source.put_back(text)
     return None
 
 

@@ -66,8 +66,8 @@ class Source:
 
     def find(self, pattern: re.Pattern[str]) -> int:
         """Return the number of characters before the first match; -1 if there is none."""
-        found = pattern.search(self._text, self._start)
-        return -1 if found is None else found.start() - self._start
+        match = pattern.search(self._text, self._start)
+        return -1 if match is None else match.start() - self._start
 
     def record(self) -> None:
         """Begin to record what is read, also within another recording."""
@@ -111,13 +111,13 @@ class Source:
 
     def take_while(self, stop: re.Pattern[str]) -> Reading[str]:
         """Read up to a character that matches ``stop``, or to the end of the answer."""
-        read: list[str] = []
+        pieces: list[str] = []
         while (yield from self.available()):
             size = self.find(stop)
-            read.append(self.take(self.left if size < 0 else size))
+            pieces.append(self.take(self.left if size < 0 else size))
             if size >= 0:
                 break
-        return "".join(read)
+        return "".join(pieces)
 
 
 class Markers:
@@ -138,16 +138,14 @@ class Markers:
             if text:
                 emit(text)
             if before >= 0:
-                return source.take(len(self._at(source)))
+                size = next(len(each) for each in self._markers if source.peek(len(each)) == each)
+                return source.take(size)
             if source.left:  # the possible beginning of a marker
                 if source.ended:
                     emit(source.take(source.left))
                 else:
                     yield
         return None
-
-    def _at(self, source: Source) -> str:
-        return next(marker for marker in self._markers if source.peek(len(marker)) == marker)
 
     def _held(self, source: Source) -> int:
         """Number of last characters that may begin a marker."""
@@ -229,11 +227,12 @@ def json_string(source: Source) -> Reading[str]:
 def is_json(text: str) -> bool:
     """Whether a text is one complete JSON value; NaN and Infinity, which Python reads, are none."""
     try:
-        json.loads(text, parse_constant=_refuse_constant)
+        json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Raise ValueError: NaN and the infinities, which Python reads, are not JSON."""
     raise ValueError(f"{name} is not JSON")

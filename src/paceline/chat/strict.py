@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.chat.parser import MessageWriter
 from paceline.chat.pointers import resolved
-from paceline.chat.reading import Reading, Source
+from paceline.chat.reading import Reading, Source, refuse_constant
 from paceline.chat.values import ToolDefinition, message_of
 from paceline.errors import StructureError
 
@@ -47,7 +47,7 @@ class StrictTools:
         """Whether the JSON text of arguments is certain to obey the schema of the strict tool of this name."""
         schema = self._tools[name].parameters
         try:
-            value = json.loads(arguments, object_pairs_hook=_once, parse_constant=_refused)
+            value = json.loads(arguments, object_pairs_hook=_once, parse_constant=refuse_constant)
             return _Check(schema).obeys(schema, value)
         except (ValueError, OverflowError, RecursionError, StructureError):
             return False
@@ -82,10 +82,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name comes twice")
     return found
-
-
-def _refused(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _is_number(value: object) -> bool:

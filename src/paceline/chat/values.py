@@ -55,11 +55,11 @@ def _moved(schema: Any) -> Any:
         return [_moved(value) for value in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _moved(value) for key, value in schema.items()}
+    moved = {key: _moved(value) for key, value in schema.items()}
     target = schema.get("$ref")
     if isinstance(target, str) and target.startswith("#"):
-        found["$ref"] = f"#/$defs/{_ROOT}{target[1:]}"
-    return found
+        moved["$ref"] = f"#/$defs/{_ROOT}{target[1:]}"
+    return moved
 
 
 @dataclass(frozen=True)

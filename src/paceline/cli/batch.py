@@ -30,9 +30,8 @@ from paceline.cli.options import (
 )
 from paceline.config import SamplingParams, ServerConfig
 from paceline.config.files import read_text, write_text
-from paceline.config.limits import DEFAULT_ACCEPTANCE, MAX_COUNT
-from paceline.config.sampling import sampling_values
-from paceline.errors import MissingPackageError, PacelineError, ParameterError
+from paceline.config.limits import MAX_COUNT
+from paceline.errors import MissingPackageError, ParameterError
 from paceline.progress import Bar
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.server.context import Context
 
 EXIT_FAILED = 2
-_VERSION = 1
 _TICK = 0.5  # seconds between two updates of the speed
 
 
@@ -87,9 +85,9 @@ def batch(
 
     engine.check()
     params = dataclasses.replace(sampling, seed=None)  # the seed is the job's
-    given = [flag.name for flag in flags_of(SamplingParams) if flag.name != "seed"]
+    names = [flag.name for flag in flags_of(SamplingParams) if flag.name != "seed"]
     allowed = "left out for lines in OpenAI's form, whose body has the parameters"
-    refuse_params = functools.partial(refuse_given, context, allowed, *given)
+    refuse_params = functools.partial(refuse_given, context, allowed, *names)
     if ray_address is not None and replicas is None:
         raise ParameterError("--ray-address", ray_address, "left out without --replicas")
     _check_paths(input_file, output_file, resume)
@@ -105,6 +103,8 @@ def batch(
             return _begun(output_file, settings, sampling.seed, done=bool(output.done))
 
         if replicas is None:
+            from paceline.cli.settings import settings_of
+
             llm = engine.load(model, quiet)
             chat_params = follow_recommendation(context, llm, params, quiet, chat=True)
             params = follow_recommendation(context, llm, params, quiet=True)
@@ -125,7 +125,7 @@ def batch(
 
 
 def _need_server() -> None:
-    """Raises MissingPackageError."""
+    """Raise MissingPackageError unless the server's packages are installed."""
     try:
         import paceline.server.context  # noqa: F401
     except ModuleNotFoundError as error:
@@ -136,7 +136,7 @@ def _need_server() -> None:
 
 
 def _check_paths(source: Path, output: Path, resume: bool) -> None:
-    """Raises ParameterError."""
+    """Raise ParameterError unless OUTPUT is a new file, or with ``resume`` one to continue, and not INPUT."""
     if output.exists():
         if not output.is_file() or (source.exists() and output.samefile(source)):
             raise ParameterError("OUTPUT", str(output), "a file of its own: it is appended to")
@@ -168,41 +168,23 @@ def _telling_how_to_go_on(path: Path, output: OutputFile) -> Iterator[None]:
         raise
 
 
-def settings_of(llm: LLM, params: SamplingParams, chat_params: SamplingParams) -> dict[str, Any]:
-    """The settings that answers depend on, besides the lines and the seed."""
-    identity, config = llm.engine.identity(), llm.config
-    draft_tokens = identity.drafter if config.acceptance != DEFAULT_ACCEPTANCE else None
-    settings = {
-        "version": _VERSION,
-        "model": identity.target,
-        "precision": identity.precision.partition(", draft")[0],
-        "attention": identity.attention,
-        "max_model_len": llm.engine.max_model_len,
-        "acceptance": identity.acceptance,
-        "drafter": draft_tokens,
-        "params": dataclasses.asdict(params),
-        "chat_sampling": sampling_values(chat_params),
-    }
-    return dict(json.loads(json.dumps(settings)))
-
-
-def _begun(output: Path, settings: dict[str, Any], given: int | None, *, done: bool) -> int:
+def _begun(output: Path, settings: dict[str, Any], seed_option: int | None, *, done: bool) -> int:
     """The job's seed, written beside the answers with the settings before there are any.
 
     Raises ParameterError if the answers that are there were made with others.
     """
     beside = output.with_name(output.name + ".job")
     if not done:
-        seed = secrets.randbits(63) if given is None else given
+        seed = secrets.randbits(63) if seed_option is None else seed_option
         write_text(beside, json.dumps(settings | {"seed": seed}) + "\n")
         return seed
-    kept = _flat(_kept(beside))
-    wanted = _flat(settings) | {"seed": kept.get("seed") if given is None else given}
-    for name in dict.fromkeys((*wanted, *kept)):
-        if kept.get(name) != wanted.get(name):
-            allowed = f"{kept.get(name)!r}, with which {output.name} was begun; or take another file"
+    stored = _flat(_kept(beside))
+    wanted = _flat(settings) | {"seed": stored.get("seed") if seed_option is None else seed_option}
+    for name in dict.fromkeys((*wanted, *stored)):
+        if stored.get(name) != wanted.get(name):
+            allowed = f"{stored.get(name)!r}, with which {output.name} was begun; or take another file"
             raise ParameterError(f"--resume: {name}", wanted.get(name), allowed)
-    return int(kept["seed"])
+    return int(stored["seed"])
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -213,11 +195,11 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _kept(path: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(read_text("--resume", path))
+        stored = json.loads(read_text("--resume", path))
     except ValueError as error:  # ParameterError is one
         allowed = "the file with the seed and settings that was written beside OUTPUT"
         raise ParameterError("--resume", str(path), allowed) from error
-    return kept if isinstance(kept, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 # The work
@@ -240,6 +222,7 @@ class _LocalRun:
     async def run(self, file: BinaryIO, output: OutputFile) -> int:
         """Answer all lines; returns how many of this run could not be answered."""
         from paceline.cli.plain_lines import LineReader
+        from paceline.cli.settings import running
         from paceline.server.batch.answers import BatchContext, unanswered
         from paceline.server.batch.lines import lines_of
         from paceline.server.batch.window import LINES_PER_ROW, LineWriter, run_all
@@ -256,26 +239,6 @@ class _LocalRun:
                     on_result=progress.tell,
                 )
         return progress.failed
-
-
-@asynccontextmanager
-async def running(llm: LLM, config: ServerConfig) -> AsyncIterator[Context]:
-    """A server without its network and without latency limits. Raises PacelineError if it stops by itself."""
-    from paceline.server.context import Context
-
-    llm.engine.scheduler.watched = False
-    context = Context(config, lambda: llm, lambda: None)
-    context.service.start()
-    try:
-        while context.service.is_loading:
-            await asyncio.sleep(_TICK / 50)
-        yield context
-    except PacelineError as error:
-        failure = context.service.failure
-        raise (failure if isinstance(failure, PacelineError) else error) from error
-    finally:
-        await context.service.stop()
-        context.close()
 
 
 class _ProgressBar:

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.adaptive import CHOSEN_BY_PHASES, phases, traffic, traffic_http
 from paceline.cli.command import Command
 from paceline.cli.console import Sheet, latency_table, note, stderr, working
 from paceline.cli.document import command_line, end
-from paceline.cli.drafters import CHOSEN_BY_DRAFTERS, drafters
 from paceline.cli.flags import with_flags
 from paceline.cli.options import (
     DEFAULT_MODEL,
@@ -24,7 +22,6 @@ from paceline.cli.options import (
     speculation_length,
     whole_numbers,
 )
-from paceline.cli.quality import quality
 from paceline.config import LOOKS_UP
 from paceline.config.files import check_output
 from paceline.errors import ParameterError
@@ -61,9 +58,7 @@ def offline(
     ] = None,
     wrong_drafts: Annotated[
         bool,
-        typer.Option(
-            "--wrong-drafts", "--wrong-guesses", help="Make every draft token wrong: speculation at its worst."
-        ),
+        typer.Option("--wrong-drafts", help="Make every draft token wrong: speculation at its worst."),
     ] = False,
     compare: Annotated[
         Literal["transformers"] | None, typer.Option("--compare", help="Time another program with the same batches.")
@@ -119,13 +114,6 @@ _NOTHING_DRAFTED = (
 app.command(cls=Command)(
     with_flags(offline, without={"max_batch_size", "prefix_cache"})
 )  # it has --batch-sizes and reads all prompts anew
-app.command(cls=Command)(
-    with_flags(traffic, without={"num_speculative_tokens", "prefix_cache"})
-)  # it runs every length
-app.command(cls=Command)(traffic_http)
-app.command(cls=Command)(with_flags(phases, without=CHOSEN_BY_PHASES))
-app.command(cls=Command)(with_flags(drafters, without=CHOSEN_BY_DRAFTERS))
-app.command(cls=Command)(quality)
 
 
 def _table(results: list[OfflineResult], tokens: int, prompts: str) -> Sheet:

@@ -8,17 +8,12 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from paceline.config.files import check_output, write_text
 from paceline.errors import MissingPackageError
-
-PlottedDocument = Annotated[
-    Path, typer.Option("--output", help="The JSON document; the plot has the same name with .png.")
-]
-
 
 _SECRET = "--api-key"
 

@@ -87,25 +87,21 @@ def humaneval(
     check_directory("--output", output, FILES[1:])
     box = Sandbox(weak=weak_sandbox)
     if not quiet or box.isolation.missing:
-        _tell(box)
+        note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
+        for missing in box.isolation.missing:
+            note(f"missing on this machine: {missing}")
     llm = replace(engine, max_batch_size=max(answers)).load(model, quiet)
     form = style_of(llm.requests.tokenizer) if style == "auto" else style
     plan = EvaluationPlan(problems, answers, form, params, seed)
     configurations = configurations_of(llm, answers)
-    found = _run(plan, configurations, box, output / FILES[0], resume, quiet)
-    _finish(llm, plan, configurations, box, found, looks, output)
+    answers_by_problem = _run(plan, configurations, box, output / FILES[0], resume, quiet)
+    _finish(llm, plan, configurations, box, answers_by_problem, looks, output)
 
 
 def _budgets(text: str, longest: float | None) -> list[float]:
     allowed = "seconds above 0, separated by commas"
     budgets = sorted(set(numbers("--budgets", text, float, lambda budget: 0 < budget < math.inf, allowed)))
     return [budget for budget in budgets if longest is None or budget < longest]
-
-
-def _tell(box: Sandbox) -> None:
-    note("programs run in a sandbox: " + "; ".join(box.isolation.holds))
-    for missing in box.isolation.missing:
-        note(f"missing on this machine: {missing}")
 
 
 def _run(
@@ -132,7 +128,7 @@ def _finish(
     plan: EvaluationPlan,
     configurations: list[Configuration],
     box: Sandbox,
-    found: dict[str, ProblemAnswers],
+    answers_by_problem: dict[str, ProblemAnswers],
     looks: list[float],
     output: Path,
 ) -> None:
@@ -141,17 +137,17 @@ def _finish(
     from paceline.tools.evaluation.plot import draw
     from paceline.tools.evaluation.run import different_texts, failures, half_way, results, samples
 
-    problems = list(found.values())
+    problems = list(answers_by_problem.values())
     measured = results(configurations, problems, looks)
     for sheet in _tables(measured, len(problems)):
         stderr().print(sheet)
     if (failed := failures(problems)) is not None:
         note(failed)
-    lines = [json.dumps(sample) for sample in samples(found, configurations[-1])]
+    lines = [json.dumps(sample) for sample in samples(answers_by_problem, configurations[-1])]
     write_text(output / FILES[1], "".join(f"{line}\n" for line in lines))
     draw(measured, output / FILES[3], f"HumanEval, {len(problems)} problems. {llm.engine.describe()}")
     about: dict[str, Any] = {
-        "problems": list(found),
+        "problems": list(answers_by_problem),
         "style": plan.style,
         "sampling": {**asdict(plan.params), "seed": plan.seed},
         "sandbox": asdict(box.isolation) | {"limits": asdict(box.limits)},

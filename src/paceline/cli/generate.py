@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -28,8 +29,8 @@ def generate(
         str | None,
         typer.Option(
             "--prompts-file",
-            help='JSON lines, or - for stdin: {"prompt": ...} or {"messages": [...]}, with sampling parameters and '
-            '"references" (texts to copy from) if any.',
+            help='JSON lines, or - for stdin: {"prompt": ...} or {"messages": [...]}, with sampling parameters, '
+            '"references" (texts to copy from) and "custom_id" if any.',
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Treat every --prompt as a user's message.")] = False,
@@ -56,8 +57,10 @@ def generate(
     checked = entries(sampling, sampling)  # before the model is loaded
     bad = next((entry for entry in checked if isinstance(entry, Failure)), None)
     if bad is not None and not keep_going:
-        raise bad.error
-    show = _show_json if as_json else _show_titled if len(checked) * sampling.n > 1 else _show_bare
+        raise bad.located
+    show = _show_titled if len(checked) * sampling.n > 1 else _show_bare
+    if as_json:
+        show = partial(_show_json, [entry.custom_id for entry in checked])
     llm = engine.load(model, quiet)
     chats = [isinstance(entry, Job) and entry.messages is not None for entry in checked]
     chat_params = follow_recommendation(context, llm, sampling, quiet or not any(chats), chat=True)
@@ -78,9 +81,9 @@ def _from_option(text: str, params: SamplingParams, chat: bool) -> Job:
     return Job("--prompt", params, prompt=text)
 
 
-def _show_json(number: int, result: JobResult) -> None:
+def _show_json(custom_ids: list[str | None], number: int, result: JobResult) -> None:
     _warn(number, result)
-    typer.echo(json.dumps(as_document(number, result), ensure_ascii=json_is_ascii()))
+    typer.echo(json.dumps(as_document(number, custom_ids[number], result), ensure_ascii=json_is_ascii()))
 
 
 def _show_bare(number: int, result: JobResult) -> None:
@@ -112,6 +115,6 @@ def _answers(number: int, result: JobResult) -> list[CompletionOutput]:
 
 def _warn(number: int, result: JobResult) -> None:
     if isinstance(result, Failure):
-        report_error(result.error)
+        report_error(result.located)
     elif result.error is not None:
         report_error(RequestError(f"prompt {number + 1}: the answer could not be completed: {result.error}"))

@@ -12,6 +12,7 @@ from paceline.config import RECOMMENDED_FIELDS, SamplingParams
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.errors import PacelineError, RequestError
 from paceline.progress import Bar, hidden
+from paceline.server.limits import MAX_LABEL
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Request
@@ -22,21 +23,31 @@ PROMPT_KEYS = ("prompt", "messages")
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt or a conversation with its parameters and references. where: its place for errors, such as "line 3"."""
+    """A prompt or a conversation with its parameters and references.
+
+    where: its place for errors, such as "line 3". custom_id: its name in the file of answers, if it has one.
+    """
 
     where: str
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[Mapping[str, str]] | None = None
     references: Sequence[str | list[int]] = ()
+    custom_id: str | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A prompt that cannot be served, and why."""
+    """A prompt that cannot be served. error: the reason, without the place."""
 
     where: str
-    error: RequestError
+    error: Exception
+    custom_id: str | None = None
+
+    @property
+    def located(self) -> RequestError:
+        """The error with its place in front."""
+        return RequestError(f"{self.where}: {self.error}")
 
 
 JobResult = RequestOutput | Failure
@@ -45,46 +56,49 @@ JobResult = RequestOutput | Failure
 def parse_lines(
     lines: Iterable[str], params: SamplingParams, chat_params: SamplingParams | None = None
 ) -> Iterator[Job | Failure]:
-    """Jobs from JSON lines: {"prompt": ...} or {"messages": [...]}, with references and sampling parameters if any.
-
-    params, chat_params: as in ``as_job``.
-    """
+    """The jobs of JSON lines; empty lines are skipped. params, chat_params: as in ``as_job``."""
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            yield as_job(where, _from_json(line), params, chat_params)
-        except ValueError as error:  # ParameterError is one, too
-            yield Failure(where, RequestError(f"{where}: {error}"))
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield Failure(f"line {number}", RequestError(f"not JSON: {error}"))
+            else:
+                yield as_job(f"line {number}", entry, params, chat_params)
 
 
-def _from_json(line: str) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+def as_job(
+    where: str, entry: object, params: SamplingParams, chat_params: SamplingParams | None = None
+) -> Job | Failure:
+    """The job of one parsed line of ``paceline generate --prompts-file`` or ``paceline batch``.
 
-
-def as_job(where: str, entry: object, params: SamplingParams, chat_params: SamplingParams | None = None) -> Job:
-    """The job of one line. Raises ValueError; ParameterError is one.
-
-    params: the defaults of its sampling. chat_params: those of messages that name none of ``RECOMMENDED_FIELDS``.
+    entry: {"prompt": ...} or {"messages": [...]}, with references, custom_id and sampling parameters if any.
+    params: the sampling parameters that it does not name. chat_params: the same for messages that name none of
+        ``RECOMMENDED_FIELDS``.
     """
-    from paceline.config.inputs import as_references  # which imports torch: --help does not wait for it
+    from paceline.config.inputs import as_references, check_message  # which import torch: --help does not wait for it
 
-    if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
-        raise ValueError('a line is an object with either "prompt" or "messages"')
-    entry = dict(entry)
-    prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
-    references = as_references("references", entry.pop("references", []))
-    if messages is None and not isinstance(prompt, str) and not _are_tokens(prompt):
-        raise ValueError('"prompt" is a string or a list of token ids')
-    if messages is not None and not isinstance(messages, list):
-        raise ValueError('"messages" is a list of objects with role and content')
-    if messages is not None and chat_params is not None and not entry.keys() & set(RECOMMENDED_FIELDS):
-        params = chat_params
-    return Job(where, SamplingParams.from_mapping(entry, params), prompt, messages, references)
+    custom_id = None
+    try:
+        if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
+            raise RequestError('a line is an object with either "prompt" or "messages"')
+        fields = dict(entry)
+        prompt, messages, name = (fields.pop(key, None) for key in (*PROMPT_KEYS, "custom_id"))
+        if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_LABEL):
+            raise RequestError(f'"custom_id" is a string of 1 to {MAX_LABEL} characters')
+        custom_id = name
+        references = as_references("references", fields.pop("references", []))
+        if messages is None and not isinstance(prompt, str) and not _are_tokens(prompt):
+            raise RequestError('"prompt" is a string or a list of token ids')
+        if messages is not None and not isinstance(messages, list):
+            raise RequestError('"messages" is a list of objects with role and content')
+        for message in messages or ():
+            check_message(message)
+        if messages is not None and chat_params is not None and not fields.keys() & set(RECOMMENDED_FIELDS):
+            params = chat_params
+        return Job(where, SamplingParams.from_mapping(fields, params), prompt, messages, references, custom_id)
+    except (ValueError, PacelineError) as error:
+        return Failure(where, error, custom_id)
 
 
 def _are_tokens(prompt: object) -> bool:
@@ -111,7 +125,7 @@ def run_jobs(
         failed = [(number, result) for number, result in enumerate(served) if isinstance(result, Failure)]
         for number, failure in failed:
             order.add(number, failure)
-        engine.scheduler.closed = True
+        engine.expect(final=True)
         with Bar("answers", len(served) - len(failed), shown=progress) as bar:
             while engine.busy:
                 for output in engine.step():
@@ -123,22 +137,22 @@ def run_jobs(
         order.show_rest()
         raise
     finally:
-        engine.scheduler.closed = False
+        engine.expect(final=False)
         engine.clear()
     return len(failed) + broken
 
 
 def _add(llm: LLM, number: int, entry: Job | Failure, keep_going: bool) -> JobResult:
-    try:
-        if isinstance(entry, Failure):
-            raise entry.error
-        return llm.engine.add(_request(llm, entry, str(number)))
-    except PacelineError as error:
-        text = str(error)
-        located = RequestError(text if text.startswith(entry.where) else f"{entry.where}: {text}")
-        if not keep_going:
-            raise located from error
-        return Failure(entry.where, located)
+    failure = entry
+    if isinstance(entry, Job):
+        try:
+            return llm.engine.add(_request(llm, entry, str(number)))
+        except PacelineError as error:
+            failure = Failure(entry.where, error, entry.custom_id)
+    assert isinstance(failure, Failure)
+    if not keep_going:
+        raise failure.located from failure.error
+    return failure
 
 
 @dataclass
@@ -172,12 +186,13 @@ def _request(llm: LLM, job: Job, request_id: str) -> Request:
 # Results as JSON
 
 
-def as_document(number: int, result: JobResult) -> dict[str, Any]:
+def as_document(number: int, custom_id: str | None, result: JobResult) -> dict[str, Any]:
     """One prompt's results as a JSON document."""
+    about: dict[str, Any] = {} if custom_id is None else {"custom_id": custom_id}
+    about["index"] = number
     if isinstance(result, Failure):
-        return {"index": number, "error": {"where": result.where, "message": str(result.error)}}
-    return {
-        "index": number,
+        return about | {"error": {"where": result.where, "message": str(result.error)}}
+    return about | {
         "prompt": result.prompt,
         "prompt_tokens": len(result.prompt_token_ids),
         "outputs": [_answer(output) for output in result.outputs],

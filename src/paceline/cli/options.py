@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
@@ -148,25 +148,17 @@ def speculation_length(text: str) -> int | str:
 def numbers(name: str, text: str, kind: Callable[[str], N], ok: Callable[[N], bool], allowed: str) -> list[N]:
     """The numbers of a list such as 1,2,4. kind: int or float. Raises ParameterError."""
     try:
-        found = [kind(part) for part in text.split(",")]
+        values = [kind(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(map(ok, found)):
+        values = []
+    if not values or not all(map(ok, values)):
         raise ParameterError(name, text, allowed)
-    return found
+    return values
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
     """The whole numbers of a list such as 1,2,4. Raises ParameterError."""
     return numbers(name, text, int, lambda number: number >= 1, "whole numbers of at least 1, separated by commas")
-
-
-def words(name: str, text: str, known: Collection[str]) -> list[str]:
-    """The words of a list such as code,chat. Raises ParameterError for a word that is not known."""
-    found = [word.strip() for word in text.split(",")]
-    if unknown := [word for word in found if word not in known]:
-        raise ParameterError(name, unknown[0], f"some of {', '.join(known)}")
-    return found
 
 
 def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:

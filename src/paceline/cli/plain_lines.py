@@ -6,81 +6,86 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from paceline.chat.options import ChatOptions
 from paceline.cli.document import as_text
 from paceline.cli.jobs import PROMPT_KEYS, Failure, Job, JobResult, as_document, as_job
 from paceline.config import SamplingParams
-from paceline.config.inputs import check_message
 from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
-from paceline.errors import PacelineError, RequestError
 from paceline.server import errors
 from paceline.server.batch.answers import BatchContext, RefusedLine, answered, is_the_end, read_task
 from paceline.server.batch.lines import CustomIds, InputLine, seed_of
 from paceline.server.batch.window import LineResult, LineTask
-from paceline.server.context import Context, RequestOptions
-from paceline.server.limits import MAX_LABEL
+from paceline.server.context import Context
 from paceline.server.structures import AnswerForm
 
 
 @dataclass(frozen=True)
 class PlainTask:
-    """A line with a prompt or messages. custom_id: its name, if it has one."""
+    """A line with a prompt or messages."""
 
     batch: BatchContext
     line: InputLine
     job: Job
-    custom_id: str | None
 
     async def run(self) -> LineResult:
         try:
-            return _outcome(self.line, self.custom_id, await answered(self._answer))
+            return _outcome(self.line, self.job.custom_id, await answered(self._answer))
         except errors.ApiError as error:
             if is_the_end(error):
                 raise
-            return _outcome(self.line, self.custom_id, Failure(self.line.where, RequestError(str(error))))
+            return _outcome(self.line, self.job.custom_id, Failure(self.line.where, error))
 
     async def _answer(self) -> RequestOutput:
         """The job's output. Raises ApiError."""
-        context, job = self.batch.context, self.job
-        options = RequestOptions(self.batch.client, self.batch.priority, time.monotonic(), None, False, of_batch=True)
-        context.check_answers(job.params.answers)
-        async with context.generate(
-            [await self._request(options)], options, form=AnswerForm(job.params.structured_outputs)
-        ) as generation:
+        dispatcher, job = self.batch.context.dispatcher, self.job
+        dispatcher.check_answers(job.params.answers)
+        request, form = await self._request(), AnswerForm(job.params.structured_outputs)
+        async with dispatcher.generate([request], form, timeout=None, streaming=False) as generation:
             (output,) = await generation.finish()
         output.prompt = job.prompt if isinstance(job.prompt, str) else None
         return output
 
-    async def _request(self, options: RequestOptions) -> Request:
+    async def _request(self) -> Request:
         """The engine's request. Its structure is compiled later, once a row is free. Raises ApiError."""
-        context, job = self.batch.context, self.job
+        context, job, arrival = self.batch.context, self.job, time.monotonic()
         references = [await _encoded(context, text, special=False) for text in job.references]
         params = replace(job.params, structured_outputs=None, seed=self._seed)
         tokens = await self._prompt(context)
-        (request,) = await context.requests([tokens], params, options, references)
+        template = Request(
+            [],
+            params,
+            client=self.batch.client,
+            priority=self.batch.priority,
+            arrival=arrival,
+            references=references,
+            budget_from_row=True,
+        )
+        (request,) = await context.dispatcher.requests([tokens], template)
         return request
 
     async def _prompt(self, context: Context) -> list[int]:
         if self.job.messages is not None:
-            return (await context.chat_prompt([dict(message) for message in self.job.messages], {})).token_ids
+            messages = [dict(message) for message in self.job.messages]
+            return (await context.texts.chat_prompt(messages, ChatOptions())).token_ids
         assert self.job.prompt is not None, "a job has a prompt or messages"
         return await _encoded(context, self.job.prompt)
 
     @property
     def _seed(self) -> int:
         given = self.job.params.seed
-        name = f"index {self.line.index}" if self.custom_id is None else f"id {self.custom_id}"
+        custom_id = self.job.custom_id
+        name = f"index {self.line.index}" if custom_id is None else f"id {custom_id}"
         return seed_of(self.batch.seed, name) if given is None else given
 
 
 def _outcome(line: InputLine, custom_id: str | None, result: JobResult) -> LineResult:
-    named = {} if custom_id is None else {"custom_id": custom_id}
-    document = {"id": line.name} | named | as_document(line.index, result)
+    document = {"id": line.name} | as_document(line.index, custom_id, result)
     return LineResult(as_text(document).encode(), failed=isinstance(result, Failure))
 
 
 async def _encoded(context: Context, text: str | list[int], special: bool = True) -> list[int]:
-    return await context.encode(text, special) if isinstance(text, str) else text
+    return await context.texts.encode(text, special) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)
@@ -99,27 +104,17 @@ class LineReader:
     def read(self, line: InputLine, data: object) -> LineTask:
         """The work of a line. Raises ApiError for an invalid line, ParameterError for an invalid command."""
         if isinstance(data, dict) and any(key in data for key in PROMPT_KEYS):
-            return self._plain(line, dict(data))
+            return self._plain(line, data)
         self.refuse_params()
         return read_task(self.batch, self.names, line, data)
 
     def _plain(self, line: InputLine, entry: dict[str, object]) -> LineTask:
-        custom_id = None
-        try:
-            custom_id = _name(entry)
-            if custom_id is not None:
-                self.names.take(custom_id)
-            job = as_job(line.where, entry, self.params, self.chat_params)
-            for message in job.messages or ():
-                check_message(message)
-        except (ValueError, PacelineError) as error:  # ParameterError is both
-            return RefusedLine(_outcome(line, custom_id, Failure(line.where, RequestError(str(error)))))
-        return PlainTask(self.batch, line, job, custom_id)
-
-
-def _name(entry: dict[str, object]) -> str | None:
-    """A line's own name, taken out of it. Raises ValueError."""
-    custom_id = entry.pop("custom_id", None)
-    if custom_id is None or (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_LABEL):
-        return custom_id
-    raise ValueError(f'"custom_id" is a string of 1 to {MAX_LABEL} characters')
+        job = as_job(line.where, entry, self.params, self.chat_params)
+        if job.custom_id is not None:
+            try:
+                self.names.take(job.custom_id)
+            except errors.ApiError as error:
+                job = Failure(line.where, error, job.custom_id)
+        if isinstance(job, Failure):
+            return RefusedLine(_outcome(line, job.custom_id, job))
+        return PlainTask(self.batch, line, job)

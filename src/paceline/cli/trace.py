@@ -43,10 +43,10 @@ def trace(
     from paceline.tools.bench.trace import Tracer, page
 
     parts = llm.engine.parts
-    tracer = parts.policy = Tracer(parts.policy, drafter=parts.drafter)
-    given = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
+    tracer = llm.engine.use_policy(Tracer(parts.policy, drafter=parts.drafter))
+    text_or_tokens = llm.tokens_of_chat([{"role": "user", "content": prompt}]) if chat else prompt
     params = follow_recommendation(context, llm, sampling, quiet, chat=chat)
-    (result,) = llm.generate([given], params, use_tqdm=False)
+    (result,) = llm.generate([text_or_tokens], params, use_tqdm=False)
     tokenizer, answer = llm.requests.tokenizer, result.outputs[0]
     nodes = syntax.node_kinds(answer.pieces) if syntax.available() else []
     text = page(llm.engine.describe(), answer, tracer.traced, tokenizer.token_text, nodes)

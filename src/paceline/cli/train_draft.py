@@ -133,8 +133,7 @@ def _run(plan: TrainingRun, model: str, options: EngineOptions, ranks: TrainingR
 
 def measuring(plan: TrainingRun, model: str, options: EngineOptions) -> str:
     """The command that measures the trained drafter, in the precision of its training."""
-    drafter = "--draft-model" if plan.training.kind == "model" else "--head"
-    line = ["paceline", "bench", "drafters", model, drafter, str(plan.output)]
+    line = ["paceline", "bench", "offline", model, "--draft-model", str(plan.output)]
     line += ["--dtype", options["dtype"], "--device", options["device"]]
     if options["quantization"] is not None:
         line += ["--quantization", options["quantization"]]

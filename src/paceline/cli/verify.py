@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import Sheet, stdout
-from paceline.cli.jobs import Failure, parse_lines
+from paceline.cli.jobs import Failure, Job, parse_lines
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -59,10 +59,10 @@ def verify(
     from paceline.tools.evaluation.lossless import compare_with_plain, distribution_test
 
     sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
-    given = _texts(prompt, prompts_file)
+    texts = _texts(prompt, prompts_file)
     llm = engine.load(model, quiet)
     check_draft_tokens(llm, engine.drafter)
-    prompts = [_encode(llm, text) for text in given or [*COPYING[:4], *OPEN[:4]]]
+    prompts = [_encode(llm, text) for text in texts or [*COPYING[:4], *OPEN[:4]]]
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
     comparisons: list[Comparison] = []
@@ -73,7 +73,7 @@ def verify(
                 comparisons.append(comparison)
                 bar.change(advance=1)
         for rule in rules:
-            tests.append(distribution_test(llm, prompts[0] if given else _encode(llm, FORKED), rule, samples))
+            tests.append(distribution_test(llm, prompts[0] if texts else _encode(llm, FORKED), rule, samples))
             bar.change(advance=1)
     if not report(llm, comparisons, tests):
         raise typer.Exit(1)
@@ -84,8 +84,9 @@ def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
     if prompts_file is not None:
         for entry in parse_lines(read_text("--prompts-file", prompts_file).split("\n"), SamplingParams()):
             if isinstance(entry, Failure):
-                raise entry.error
-            if not isinstance(entry.prompt, str) or entry.params != SamplingParams():
+                raise entry.located
+            alone = Job(entry.where, SamplingParams(), entry.prompt, references=[])
+            if not isinstance(entry.prompt, str) or entry != alone:
                 allowed = "lines with a text as prompt and nothing else: verify samples each in its own ways"
                 raise ParameterError("--prompts-file", entry.where, allowed)
             texts.append(entry.prompt)
@@ -122,8 +123,9 @@ def report(llm: LLM, comparisons: Sequence[Comparison], tests: Sequence[Distribu
 
 
 def _probability_row(test: DistributionTest) -> list[str]:
-    kept = f"{test.accepted} of {test.drafted}"
-    return [test.acceptance, str(test.samples), kept, str(test.cells), f"{test.statistic:.1f}", f"{test.p_value:.3g}"]
+    accepted = f"{test.accepted} of {test.drafted}"
+    statistic, p_value = f"{test.statistic:.1f}", f"{test.p_value:.3g}"
+    return [test.acceptance, str(test.samples), accepted, str(test.cells), statistic, p_value]
 
 
 def _comparison_row(entry: Comparison) -> list[str]:

@@ -15,9 +15,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from paceline.cli.batch import running, settings_of
 from paceline.cli.console import note
 from paceline.cli.plain_lines import LineReader
+from paceline.cli.settings import running, settings_of
 from paceline.config import SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError

@@ -227,16 +227,16 @@ class EngineConfig:
         check(not self.deterministic, "deterministic", self.deterministic, batch)
 
     def _check_acceptance(self) -> None:
-        given = self.acceptance
-        if not given.startswith(SYNTHETIC):
+        acceptance = self.acceptance
+        if not acceptance.startswith(SYNTHETIC):
             known = get_args(AcceptanceName)
-            check(given in known, "acceptance", given, "one of " + ", ".join(map(repr, known)))
+            check(acceptance in known, "acceptance", acceptance, "one of " + ", ".join(map(repr, known)))
             return
         rate = self.synthetic_acceptance
         allowed = f"{SYNTHETIC}P, P a probability: for benchmarks only"
-        check(rate is not None and 0 <= rate <= 1, "acceptance", given, allowed)
+        check(rate is not None and 0 <= rate <= 1, "acceptance", acceptance, allowed)
         allowed = "'coupled' or 'rejection'; a synthetic rule, for benchmarks only, needs benchmark=True"
-        check(self.benchmark, "acceptance", given, allowed)
+        check(self.benchmark, "acceptance", acceptance, allowed)
 
     def resolved(self, *, draft_model: bool, lookup: bool = True) -> EngineConfig:
         """The configuration with "auto" replaced by a drafter. lookup: whether n-gram lookup costs no time here."""
@@ -274,14 +274,14 @@ class EngineConfig:
     @property
     def _length(self) -> LengthKind | None:
         """The length policy; None for a number of draft tokens."""
-        given = self.num_speculative_tokens
-        return None if isinstance(given, int) else LENGTHS.get(given)
+        length = self.num_speculative_tokens
+        return None if isinstance(length, int) else LENGTHS.get(length)
 
     @property
     def max_draft_tokens(self) -> int:
         """Maximum draft tokens of a row in a round."""
-        given = self.num_speculative_tokens
-        return given if isinstance(given, int) else LENGTHS.get(given).max_draft_tokens
+        length = self.num_speculative_tokens
+        return length if isinstance(length, int) else LENGTHS.get(length).max_draft_tokens
 
     @property
     def most_width(self) -> int:
@@ -298,8 +298,8 @@ class EngineConfig:
     @property
     def length_name(self) -> str:
         """The number of draft tokens a round, or the length policy's name: "k=4", "auto"."""
-        given = self.num_speculative_tokens
-        return f"k={given}" if isinstance(given, int) else given if isinstance(given, str) else given.name
+        length = self.num_speculative_tokens
+        return f"k={length}" if isinstance(length, int) else length if isinstance(length, str) else length.name
 
     def as_json(self) -> dict[str, Any]:
         """The fields as a dictionary for JSON; objects by their names."""

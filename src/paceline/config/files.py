@@ -40,10 +40,10 @@ def read_stdin(option: str) -> str:
 
 def check_output(option: str, *paths: Path | None) -> None:
     """Raise ParameterError unless all of these can be written and differ from each other. Nothing is changed."""
-    given = [path for path in paths if path is not None]
-    if len({os.path.realpath(path) for path in given}) < len(given):
-        raise ParameterError(option, str(given[0]), "a name other than that of the plot, which ends in .png")
-    for path in given:
+    outputs = [path for path in paths if path is not None]
+    if len({os.path.realpath(path) for path in outputs}) < len(outputs):
+        raise ParameterError(option, str(outputs[0]), "a name other than that of the plot, which ends in .png")
+    for path in outputs:
         _check_one(option, path)
 
 

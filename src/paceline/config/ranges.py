@@ -380,7 +380,7 @@ def names_checked(kind: type[T]) -> type[T]:
 def check_fields(instance: DataclassInstance, prefix: str = "") -> None:
     """Check every field by its rule and keep the value that the rule returns; for ``__post_init__``."""
     for name, rule in rules_of(type(instance)).items():
-        given = getattr(instance, name)
-        kept = rule.take(f"{prefix}{name}", given)
-        if kept is not given:
-            object.__setattr__(instance, name, kept)
+        value = getattr(instance, name)
+        checked = rule.take(f"{prefix}{name}", value)
+        if checked is not value:
+            object.__setattr__(instance, name, checked)

@@ -108,14 +108,14 @@ class Registry(Generic[Kind]):
 
     def _load(self, name: str) -> Kind:
         try:
-            found = self._place(name).load()
+            loaded = self._place(name).load()
         except ParameterError:
             raise
         except Exception as error:  # an import of another package may raise anything
             allowed = f"a name whose package can be imported: {type(error).__name__}: {error}"
             raise ParameterError(self.field, name, allowed) from error
-        check(isinstance(found, self.kind), self.field, name, f"{self.what}; its entry point is something else")
-        return cast(Kind, found)
+        check(isinstance(loaded, self.kind), self.field, name, f"{self.what}; its entry point is something else")
+        return cast(Kind, loaded)
 
     def _place(self, name: str) -> EntryPoint:
         if name in self.own:

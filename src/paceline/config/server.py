@@ -54,12 +54,12 @@ class Variables:
 
     def take(self, name: str, value: Any) -> Mapping[str, Any]:
         try:
-            kept: object = json.loads(json.dumps(value))
+            variables: object = json.loads(json.dumps(value))
         except (TypeError, ValueError, RecursionError):
-            kept = None
-        if not isinstance(kept, dict) or kept != value or not kept.keys().isdisjoint(FIXED_VARIABLES):
+            variables = None
+        if not isinstance(variables, dict) or variables != value or not variables.keys().isdisjoint(FIXED_VARIABLES):
             raise ParameterError(name, value, self.allowed)
-        return kept
+        return variables
 
 
 def _is_host(name: str) -> bool:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft import Draft, Logprobs, Verdict, empty_draft, first_of
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
-from paceline.core.ops import HostOps, TextRows
+from paceline.core.ops import HostOps
 from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
 from paceline.core.slots import Slots
+from paceline.core.values import Accepted, TextRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,11 +255,11 @@ class Batch:
     @property
     def empty_draft(self) -> Draft:
         """Draft without tokens: the round is plain decoding."""
-        return Draft.empty(self.rows, self.device)
+        return empty_draft(self.rows)
 
     def fitting(self, draft: Draft) -> Draft:
         """Truncate a tree to the draft tokens that have a place in the cache; every sibling takes one."""
-        if draft.host_parents is None:
+        if draft.parents is None:
             return draft
         ends = zip(self.limits, self.lengths, strict=True)
         free = [max(0, self.positions_for(limit) - length) for limit, length in ends]
@@ -329,7 +331,7 @@ class Batch:
         copies.live_slots = Slots.listed(copies.slots, length.device)
         return copies
 
-    def unrolled(self, draft: Draft) -> Batch:
+    def unrolled(self, draft: DraftTensors) -> Batch:
         """Batch of B * (k + 1) rows, one per position of each row's tree; each text ends at its position.
 
         A draw for such a row takes into account the draft tokens on the path to its position and no others. The rows
@@ -360,7 +362,7 @@ class Batch:
             ]
         return lines
 
-    def _texts_after(self, draft: Draft, tree: Tree) -> Tensor:
+    def _texts_after(self, draft: DraftTensors, tree: Tree) -> Tensor:
         """Each row's text followed by the draft tokens on the path to each position: [B * (k + 1), P] int64."""
         text = self.tokens[:, None].repeat(1, draft.k + 1, 1)
         at = (self.live_length[:, None] + tree.depths[:, 1:] - 1)[:, None]
@@ -368,14 +370,13 @@ class Batch:
         at = torch.where(tree.ancestors[:, :, 1:], at, beyond)
         return text.scatter_(2, at, draft.tokens[:, None].expand_as(at)).flatten(0, 1)
 
-    def _constraints_after(self, draft: Draft) -> list[Constraint | None]:
+    def _constraints_after(self, draft: DraftTensors) -> list[Constraint | None]:
         """Each row's constraint after the draft tokens on the path to each position; None at padding."""
-        counts, own = draft.counts.tolist(), self.sampling.constraints
-        return [
-            None if constraint is None or place > count else ConstraintAfterDraft(constraint, path)
-            for constraint, count, paths in zip(own, counts, draft.token_paths, strict=True)
-            for place, path in enumerate(paths)
-        ]
+        constraints: list[Constraint | None] = []
+        for constraint, paths in zip(self.sampling.constraints, draft.paths, strict=True):
+            own = [None if constraint is None else ConstraintAfterDraft(constraint, path) for path in paths]
+            constraints += [*own, *[None] * (draft.k + 1 - len(own))]
+        return constraints
 
     def pending_on_host(self) -> list[int]:
         """Pending token of each live row, as a list; on the CPU it is read without tensor operators."""
@@ -406,11 +407,14 @@ class Batch:
         of_sampling = (name for name in RowValues._fields if name not in own)
         return RowValues(**own, **{name: getattr(self.sampling, name) for name in of_sampling})
 
-    def commit(self, verdict: Verdict) -> None:
-        """Append each row's accepted + 1 tokens, truncated where the row ends."""
-        verdict.host.gained = self._gain(verdict)
-        self.note_gains(verdict.host.gained)
-        self.sampling.advance(verdict.host.tokens)
+    def commit(self, draft: Draft, accepted: Accepted) -> Verdict:
+        """Append each row's accepted + 1 tokens, truncated where the row ends. Return the round's verdict."""
+        tokens, counts, gained = self._gain(accepted)
+        self.note_gains(gained)
+        self.sampling.advance(tokens)
+        path = None if accepted.path is None else first_of(accepted.path.tolist(), counts)
+        logprobs = None if accepted.logprobs is None else Logprobs(*(table.tolist() for table in accepted.logprobs))
+        return Verdict(tokens, counts, draft.drafted, gained, draft.parents, path, logprobs)
 
     def note_gains(self, gained: Sequence[int]) -> None:
         """Add the number of tokens that each row gained to the lengths on the host."""
@@ -418,9 +422,15 @@ class Batch:
             self.lengths[row] += count
             self._host_rows[slot].length += count
 
-    def _gain(self, verdict: Verdict) -> list[int]:
-        """Append the tokens on the device and return how many each row gained."""
+    def _gain(self, accepted: Accepted) -> tuple[list[list[int]], list[int], list[int]]:
+        """Append the tokens on the device.
+
+        Returns each row's new tokens, number of accepted draft tokens, and number of tokens that it gained.
+        """
         if self.ops is not None:
-            return self.ops.gain(self.text_rows, self.live_slots.index, verdict.tokens, verdict.accepted)
-        gained: list[int] = self.state().gain(verdict.tokens, verdict.accepted)[0].tolist()
-        return gained
+            gained = self.ops.commit(self.text_rows, self.live_slots.index, accepted.tokens, accepted.accepted)
+            counts: list[int] = accepted.accepted.tolist()
+            return first_of(accepted.tokens.tolist(), [count + 1 for count in counts]), counts, gained
+        numbers = torch.stack([accepted.accepted, self.state().gain(accepted.tokens, accepted.accepted)[0]], dim=1)
+        table: list[list[int]] = torch.cat([accepted.tokens, numbers], dim=1).tolist()  # one read of the device
+        return [line[: line[-2] + 1] for line in table], [line[-2] for line in table], [line[-1] for line in table]

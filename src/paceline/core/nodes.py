@@ -37,25 +37,6 @@ class Nodes(NamedTuple):
     text: int = 0
 
 
-class Seen(NamedTuple):
-    """Slots a node attends to: the first ``text`` slots of its row, and ``tail``, its ancestors and itself in order."""
-
-    text: int
-    tail: tuple[int, ...]
-
-
-def seen_by(nodes: Nodes) -> list[Seen]:
-    """Slots that each node attends to, in plain Python: for the kernels' reference implementation and for tests."""
-    positions = nodes.positions.tolist()
-    if nodes.slots is None or nodes.parents is None:
-        return [Seen(position, (position,)) for position in positions]
-    seen: list[Seen] = []
-    for position, slot, parent in zip(positions, nodes.slots.tolist(), nodes.parents.tolist(), strict=True):
-        text, tail = (position, ()) if parent < 0 else seen[parent]
-        seen.append(Seen(text, (*tail, slot)))
-    return seen
-
-
 class Tree(NamedTuple):
     """Tree of each row's pending token (position 0, the root) and its k draft tokens (positions 1 to k).
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.cache import KVCache
-from paceline.core.nodes import Nodes
 from paceline.core.row_tables import zeros_by_page
 
 WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
@@ -56,25 +55,6 @@ class StateShape:
     def slot_bytes(self, window: int = WINDOW) -> int:
         """Bytes of one slot whose rounds have at most ``window`` draft tokens, and of one saved state."""
         return 2 * self.state_bytes + 4 * self.layers * window * self.input_width
-
-
-@dataclass(frozen=True)
-class SlotPass:
-    """The nodes of one slot in a forward pass.
-
-    first, stop: its nodes' indices in the pass. slot: its place in the cache.
-    start: position of its first node. applied: inputs of the slot's last pass that lie before ``start``.
-    certain: leading nodes whose inputs become part of the stored state in this pass.
-    parents: parent of each node among the slot's nodes, -1: the text.
-    """
-
-    first: int
-    stop: int
-    slot: int
-    start: int
-    applied: int
-    certain: int
-    parents: tuple[int, ...]
 
 
 class RecurrentStates:
@@ -167,40 +147,6 @@ class RecurrentStates:
         order = torch.arange(paths.shape[1], device=paths.device)
         ran = text == self.base[slots]  # idle rows of a captured program did not
         self.inputs[:, slots[:, None], order] = self.inputs[:, slots[:, None], torch.where(ran[:, None], paths, order)]
-
-    def plan(self, nodes: Nodes, *, text: bool) -> list[SlotPass]:
-        """Split a forward pass by slots, and check that each can go on where its nodes begin.
-
-        text: whether all nodes are text, as in prefill, so that none can be rejected.
-        """
-        passes: list[SlotPass] = []
-        rows, positions = nodes.rows.tolist(), nodes.positions.tolist()
-        parents = None if nodes.parents is None else nodes.parents.tolist()
-        first = 0
-        while first < len(rows):
-            stop = first + 1
-            while stop < len(rows) and rows[stop] == rows[first]:
-                stop += 1
-            passes.append(self._slot_pass(first, stop, rows[first], positions[first], parents, text=text))
-            first = stop
-        return passes
-
-    def _slot_pass(
-        self, first: int, stop: int, slot: int, start: int, parents: list[int] | None, *, text: bool
-    ) -> SlotPass:
-        base, count, size = int(self.base[slot]), int(self.count[slot]), stop - first
-        applied = 0 if start == 0 else start - base
-        if not 0 <= applied <= count:
-            raise ValueError(f"slot {slot} cannot go on at token {start}: it holds {base} to {base + count}")
-        own = range(-1, size - 1) if parents is None else [max(-1, parent - first) for parent in parents[first:stop]]
-        certain = size if text else max(1, size - WINDOW)  # the first is the row's last token, which is text
-        return SlotPass(first, stop, slot, start, applied, certain, tuple(own))
-
-    def finish(self, passes: Sequence[SlotPass]) -> None:
-        """Note what the slots hold after a forward pass, once all layers have run."""
-        for each in passes:
-            self.base[each.slot] = each.start + each.certain
-            self.count[each.slot] = each.stop - each.first - each.certain
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
 State = TypeVar("State")
 
 
 class RowKeeper:
-    """Owner of per-slot state. A sequence keeps its slot for life. Slots without state are normal.
-
-    retired: names that earlier versions read from subclasses, and what to use instead. A subclass that defines one
-        causes a warning.
-    """
-
-    retired: ClassVar[Mapping[str, str]] = {"move": "sequences keep their slots (Batch.slots)"}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, successor in cls.retired.items():
-            if name in vars(cls):
-                where = f"{cls.__module__}.{cls.__qualname__}.{name}"
-                warnings.warn(f"paceline does not use {where} any more: {successor}", FutureWarning, stacklevel=2)
+    """Owner of per-slot state. A sequence keeps its slot for life. Slots without state are normal."""
 
     def join(self, slot: int) -> None:
         """Handle a new sequence in ``slot``."""

@@ -121,7 +121,7 @@ class RowTables:
             table[:, destination, :, :length] = table[:, source, :, :length]
 
     def erase_row(self, row: int) -> None:
-        """Set a row to zeros. The NaN of one text would reach the next one, as with uninitialized memory."""
+        """Set a row to zeros, which keeps a failed text's NaN out of the next one."""
         for pages in self._pages:
             pages.give_back(row, 0)
         for table in [] if self._pages else self.tables:

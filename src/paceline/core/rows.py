@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.config import MAX_LOGPROBS, SamplingParams
 from paceline.core.draft import Undrawn
-from paceline.core.ops import Cuts, DrawRows, Entries, Minimum, Penalties, Truncation
 from paceline.core.slots import Slots
+from paceline.core.values import Cuts, DrawRows, Entries, Minimum, Penalties, Truncation
 
 _SCALARS: dict[str, torch.dtype] = {
     "temperature": torch.float32,

@@ -13,22 +13,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.draft import Draft, Verdict, real_places
+from paceline.core.draft_tensors import DraftTensors, real_places
 from paceline.core.nodes import Tree
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, noise_key, noisy_argmax, uniform
+from paceline.core.sampling import noise_key, noisy_argmax, uniform
+from paceline.core.values import Accepted, Purpose
 
 
-def accept_matching(draft: Draft, draws: Tensor) -> Verdict:
+def accept_matching(draft: DraftTensors, draws: Tensor) -> Accepted:
     """Coupled rule: accept draft tokens as long as they equal the target's own draws (Daliri et al. 2408.07978).
 
-    draws: [B, k + 1] int64. The tokens of the verdict are these draws, so a seed gives the same text with any drafter.
+    draws: [B, k + 1] int64. The gained tokens are these draws, so a seed gives the same text with any drafter.
     For trees see ``walk``.
     """
     if draft.parents is not None and draft.tree is not None:
         path, accepted = walk(draws, draft.tokens, draft.parents, draft.tree)
-        return Verdict(draws.gather(1, places_of(path)), accepted, draft.counts, path=path)
-    return Verdict(draws, _leading(draft.tokens == draws[:, :-1], draft.counts), draft.counts)
+        return Accepted(draws.gather(1, places_of(path)), accepted, path)
+    return Accepted(draws, _leading(draft.tokens == draws[:, :-1], draft.counts))
 
 
 def walk(draws: Tensor, tokens: Tensor, parents: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ def places_of(path: Tensor) -> Tensor:
     return torch.cat([path.new_zeros(len(path), 1), path + 1], dim=1)
 
 
-def accept_by_ratio(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdict:
+def accept_by_ratio(draft: DraftTensors, p: Tensor, q: Tensor, rows: RowState) -> Accepted:
     """Rejection rule: accept draft token x with probability min(1, p(x) / q(x)).
 
     After the first rejection a token is drawn from max(p - q, 0), normalized. Leviathan et al. 2211.17192, Algorithm 1;
@@ -68,10 +69,10 @@ def accept_by_ratio(draft: Draft, p: Tensor, q: Tensor, rows: RowState) -> Verdi
     accepted = _leading(_coins(draft, rows, Purpose.ACCEPT) * q_draft < p_draft, draft.counts)
     last = _last_draw(p, q, accepted, draft.counts, rows)
     padded = torch.cat([draft.tokens, last[:, None]], dim=1)  # the last token goes to position accepted[i]
-    return Verdict(padded.scatter(1, accepted[:, None], last[:, None]), accepted, draft.counts)
+    return Accepted(padded.scatter(1, accepted[:, None], last[:, None]), accepted)
 
 
-def accept_at_rate(draft: Draft, draws: Tensor, rows: RowState, rate: float) -> Verdict:
+def accept_at_rate(draft: DraftTensors, draws: Tensor, rows: RowState, rate: float) -> Accepted:
     """Accept each draft token with probability ``rate``, whatever it is: for benchmarks with random weights.
 
     draws: the target's own draws [B, k + 1] int64, used after the accepted draft tokens.
@@ -79,10 +80,10 @@ def accept_at_rate(draft: Draft, draws: Tensor, rows: RowState, rate: float) -> 
     accepted = _leading(_coins(draft, rows, Purpose.SYNTHETIC) < rate, draft.counts)
     place = torch.arange(draft.k, device=draws.device)
     kept = torch.where(place < accepted[:, None], draft.tokens, draws[:, :-1])
-    return Verdict(torch.cat([kept, draws[:, -1:]], dim=1), accepted, draft.counts)
+    return Accepted(torch.cat([kept, draws[:, -1:]], dim=1), accepted)
 
 
-def _coins(draft: Draft, rows: RowState, purpose: Purpose) -> Tensor:
+def _coins(draft: DraftTensors, rows: RowState, purpose: Purpose) -> Tensor:
     """Uniform random number for every draft token, [B, k] float64."""
     length, seed = rows.values.length, rows.values.seed
     position = length[:, None] + torch.arange(draft.k, device=length.device)

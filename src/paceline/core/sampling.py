@@ -16,28 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, Undrawn
-from paceline.core.ops import DrawInputs, HostOps
+from paceline.core.draft import Undrawn
+from paceline.core.draft_tensors import DraftTensors
+from paceline.core.ops import HostOps
 from paceline.core.rows import Constraint, RowState, RowValues, StepFeatures
 from paceline.core.truncation import truncated
-
-
-class Purpose(IntEnum):
-    """Purpose of a random number. Different purposes use independent numbers."""
-
-    DRAW = 1  # the target's own token; under the coupled rule the drafter uses it, too
-    DRAFT = 2  # a drafter's independent draft token (rejection rule)
-    ACCEPT = 3  # acceptance of a draft token (rejection rule)
-    RECOVER = 4  # recovered or bonus token (rejection rule)
-    SYNTHETIC = 5  # acceptance in benchmarks with synthetic acceptance
-
+from paceline.core.values import DrawInputs, Purpose
 
 # --- counter-based noise -----------------------------------------------------
 
@@ -307,11 +297,11 @@ class Choices:
     ) -> None:
         self._logits, self._batch, self._first, self._counts = logits, batch, first, counts
         self._draft_tokens = batch.text.new_empty(batch.rows, 0) if draft_tokens is None else draft_tokens
-        self._tree: Draft | None = None
+        self._tree: DraftTensors | None = None
         self.ops: HostOps | None = batch.ops if logits.dtype == torch.float32 else None
 
     @staticmethod
-    def after(draft: Draft, logits: Tensor, batch: Batch) -> Choices:
+    def after(draft: DraftTensors, logits: Tensor, batch: Batch) -> Choices:
         """Choices after each row's pending token and draft tokens. For trees only the kernels can evaluate them."""
         choices = Choices(logits, batch, draft.tokens, counts=draft.counts)
         choices._tree = draft if draft.parents is not None else None
@@ -340,8 +330,7 @@ class Choices:
         if self._tree is None:
             constraint.mask(self._draft_tokens[row].tolist(), self._first, masked)
             return masked
-        count = int(self._tree.counts[row])
-        for place, path in enumerate(self._tree.token_paths[row][: count + 1]):
+        for place, path in enumerate(self._tree.paths[row]):
             constraint.mask(path, len(path), masked[place : place + 1])
         return masked
 

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.core.ops import Truncation
+from paceline.core.values import Truncation
 
 DEPTH_BITS = 16  # of a depth's fraction in sums: 2^30 of mass times 2^16, in a vocabulary of 2^18, fit an int64
 WEIGHTLESS = 22.0  # deeper tokens have no mass

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.draft import SIBLING_KIND, Draft, branching
 
@@ -63,7 +61,7 @@ class DraftTree:
             parent = child
 
 
-def draft_of(rows: Sequence[DraftTree], device: torch.device) -> Draft:
+def draft_of(rows: Sequence[DraftTree]) -> Draft:
     """The trees of all rows as one draft: chains if no row branches."""
     tokens, parents = [row.tokens for row in rows], [row.parents for row in rows]
-    return branching(tokens, parents, device, [row.scores for row in rows], [row.kinds for row in rows])
+    return branching(tokens, parents, [row.scores for row in rows], [row.kinds for row in rows])

@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH, MIN_TEMPERATURE
 from paceline.core.batch import Batch
 from paceline.core.draft import SIBLING_KIND, Verdict
-from paceline.core.sampling import Choices, Purpose, noise_key, uniform
+from paceline.core.sampling import Choices, noise_key, uniform
+from paceline.core.values import Purpose
 from paceline.drafters.branches import DraftTree, draft_of
 from paceline.models.decoding.draft_decoder import DraftDecoder
 
@@ -94,28 +95,29 @@ class Growth:
 
     def read(self) -> Tensor:
         """Feed the new draft tokens. Returns the hidden states after them, [N, width]."""
-        hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows, self._batch.device), self._read)
+        hidden = self._decoder.hidden_after_branches(self._batch, draft_of(self.rows), self._read)
         self._read = [len(row.tokens) for row in self.rows]
         return hidden
 
     def spread(self, logits: Tensor) -> None:
         """Add the best candidates to the trees; they are the new nodes. logits: [N, V], after the nodes so far new."""
-        found: list[list[_Candidate]] = [[] for _ in self.rows]
+        by_row: list[list[_Candidate]] = [[] for _ in self.rows]
         paths = [(row, self.rows[row].tokens_to(node)) for row, node in self.new]
         for rank, (tokens, chances) in enumerate(candidates(logits, self._batch.after(paths), self._width)):
             for (row, parent), token, chance in zip(self.new, tokens, chances, strict=True):
                 before = 1.0 if parent < 0 else self._survivals[row][parent]
                 if chance > 0:  # otherwise no token is left to sample
-                    found[row].append(_Candidate(parent, token, chance, before * chance, SIBLING_KIND if rank else 0))
-        self.new = [(row, node) for row, of_row in enumerate(found) for node in self._grow(row, of_row)]
+                    kind = SIBLING_KIND if rank else 0
+                    by_row[row].append(_Candidate(parent, token, chance, before * chance, kind))
+        self.new = [(row, node) for row, of_row in enumerate(by_row) for node in self._grow(row, of_row)]
 
-    def _grow(self, row: int, found: list[_Candidate]) -> list[int]:
+    def _grow(self, row: int, of_row: list[_Candidate]) -> list[int]:
         """Add a row's best candidates to its tree, within the room of the cache. Returns their indices."""
         tree = self.rows[row]
         room = min(MAX_SPECULATION_LENGTH, self._decoder.cache.positions - self._text[row]) - len(tree.tokens)
-        found = sorted(found, key=attrgetter("survival"), reverse=True)
-        chain = [candidate for candidate in found if candidate.parent == self._chain[row] and candidate.kind == 0]
-        best = [*chain, *(candidate for candidate in found if candidate not in chain)][: max(0, min(self._width, room))]
+        ranked = sorted(of_row, key=attrgetter("survival"), reverse=True)
+        chain = [candidate for candidate in ranked if candidate.parent == self._chain[row] and candidate.kind == 0]
+        best = [*chain, *(each for each in ranked if each not in chain)][: max(0, min(self._width, room))]
         self._survivals[row] += [candidate.survival for candidate in best]
         new = [tree.add(candidate.parent, candidate.token, candidate.chance, candidate.kind) for candidate in best]
         if chain and new:
@@ -125,7 +127,7 @@ class Growth:
     def keep(self, verdict: Verdict) -> None:
         """Keep the accepted draft tokens that were read in the cache, and drop all others."""
         first = self._batch.first
-        tokens = verdict.host.tokens[first : first + len(self.rows)]
+        tokens = verdict.tokens[first : first + len(self.rows)]
         rows = zip(self.rows, tokens, self._read, strict=True)
         paths = [[node for node in tree.path(gained) if node < read] for tree, gained, read in rows]
         self._decoder.keep_draft_tokens(self._batch, self._text, paths)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict, branching
 from paceline.core.row_keeper import RowKeeper, RowKeepers
@@ -73,10 +71,10 @@ class HybridDrafter(RowKeepers, Drafter):
             counts = [min(max(counts), allowed) for allowed in plan.counts(batch)]
         draft = self._model.propose(batch, replace(plan, k=max(counts), caps=counts))
         kinds = draft.kinds or [[0] * draft.k] * batch.rows
-        draft.kinds = [[kind + len(self._ngram.sources) for kind in line] for line in kinds]
+        draft = draft.with_kinds([[kind + len(self._ngram.sources) for kind in line] for line in kinds])
         if one_drafter or all(counts):
             return draft
-        return mixed(ngram_draft, draft, [count > 0 for count in counts], batch.device)
+        return mixed(ngram_draft, draft, [count > 0 for count in counts])
 
     def _model_counts(self, batch: Batch, ngram_draft: Draft, plan: SpeculationPlan) -> list[int]:
         """Draft tokens of each row to request from the draft model, [B]; 0 where the n-gram draft suffices."""
@@ -93,7 +91,7 @@ class HybridDrafter(RowKeepers, Drafter):
         return f"ngram or {self._model.describe(draft)}"
 
 
-def mixed(first: Draft, second: Draft, takes_second: Sequence[bool], device: torch.device) -> Draft:
+def mixed(first: Draft, second: Draft, takes_second: Sequence[bool]) -> Draft:
     """A draft of rows of two drafts without probabilities. takes_second: [B], whether a row is the second's."""
     tokens, scores, kinds, parents = [], [], [], []
     for row, takes in enumerate(takes_second):
@@ -102,5 +100,5 @@ def mixed(first: Draft, second: Draft, takes_second: Sequence[bool], device: tor
         tokens.append(draft.draft_tokens[row])
         scores.append(draft.confidence[row] if draft.confidence else [0.0] * count)
         kinds.append(draft.kinds[row] if draft.kinds else [0] * count)
-        parents.append(draft.host_parents[row][:count] if draft.host_parents else list(range(-1, count - 1)))
-    return branching(tokens, parents, device, scores, kinds)
+        parents.append(draft.parents[row] if draft.parents else list(range(-1, count - 1)))
+    return branching(tokens, parents, scores, kinds)

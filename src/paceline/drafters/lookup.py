@@ -14,13 +14,13 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from paceline.kernels import native
+from paceline.kernels import abi, native
 
 LONGEST_SUFFIX = 5  # tokens of the longest match
 MAX_POSITIONS = 4096  # latest occurrences of a pair of tokens that are compared: bounds the search in long texts
@@ -144,7 +144,9 @@ class NativeLookup:
     def find(self, rows: SearchedRows[NativeTextIndex], k: int) -> LookupResult:
         """See ``Lookup``. Raises ValueError if a length exceeds the text."""
         count = len(rows.slots)
-        self._reserve(count * (3 + k))
+        if count * (3 + k) > len(self._found):
+            results = array("q", bytes(8 * count * (3 + k)))
+            self._found, self._address = memoryview(results), results.buffer_info()[0]
         place, step = self._address, 8 * count  # of counts, tokens matched, sources and draft tokens
         found = place + 3 * step, place, place + step, place + 2 * step
         if self._call(self._search, rows, (count, k), found) is not None:
@@ -156,19 +158,19 @@ class NativeLookup:
         search: Callable[..., str | None],
         rows: SearchedRows[NativeTextIndex],
         sizes: Sequence[int],
-        found: Iterable[int],
+        results: Iterable[int],
     ) -> str | None:
         """Call a search of the extension; returns an error message about the rows' lengths, or None.
 
-        sizes: its numbers of rows and tokens. found: addresses of its results.
+        sizes: its numbers of rows and tokens. results: their addresses.
         """
-        text, given, where = rows.text, _structs(rows.beside), array("q", rows.slots)
+        text, beside, where = rows.text, rows.beside, array("q", rows.slots)
         return search(
             self._documents.handle,
-            None if given is None else given.buffer_info()[0],
+            None if beside is None else (abi.CRowSources * len(beside))(*map(_row_sources, beside)),
             *(where.buffer_info()[0], text.data_ptr(), text.stride(0), text.shape[1], rows.length.data_ptr()),
             *sizes,
-            *found,
+            *results,
         )
 
     def find_all(self, rows: SearchedRows[NativeTextIndex], k: int, ways: int) -> list[list[Continuation]]:
@@ -190,11 +192,6 @@ class NativeLookup:
             for row, count in enumerate(made.tolist())
         ]
 
-    def _reserve(self, numbers: int) -> None:
-        if numbers > len(self._found):
-            made = array("q", bytes(8 * numbers))
-            self._found, self._address = memoryview(made), made.buffer_info()[0]
-
     def _read(self, rows: int, k: int) -> LookupResult:
         numbers = self._found[: 3 * rows].tolist()
         starts = range(3 * rows, (3 + k) * rows, k)
@@ -204,18 +201,16 @@ class NativeLookup:
         return LookupResult(draft_tokens, numbers[rows : 2 * rows], numbers[2 * rows :])
 
 
-def _structs(beside: Sequence[CopySources[NativeTextIndex] | None] | None) -> array[int] | None:
-    """The C structs ``Beside`` of the rows, one behind the other; None without other sources."""
-    return None if beside is None else array("q", chain.from_iterable(map(_numbers, beside)))
-
-
-def _numbers(beside: CopySources[NativeTextIndex] | None) -> tuple[int, int, int, int]:
-    """The four numbers of the C struct ``Beside``: two handles, number, first."""
+def _row_sources(beside: CopySources[NativeTextIndex] | None) -> abi.CRowSources:
+    """The other sources of a row as the extension reads them."""
     if beside is None:
-        return 0, 0, 0, 0
-    references, siblings = beside.references, beside.siblings
-    handles = (0 if texts is None else texts.handle for texts in (references, siblings))
-    return *handles, beside.number, beside.first  # type: ignore[return-value]
+        return abi.CRowSources()
+    return abi.CRowSources(
+        references=None if beside.references is None else beside.references.handle,
+        siblings=None if beside.siblings is None else beside.siblings.handle,
+        number=beside.number,
+        first=beside.first,
+    )
 
 
 class HostTextIndex:
@@ -242,8 +237,8 @@ class HostTextIndex:
 
     def places(self, row: list[int]) -> Iterator[tuple[list[int], int]]:
         """Texts and positions where the row's last two tokens occur, latest first; without any, its last token."""
-        found = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
-        return ((self.texts[number], place) for number, place in reversed(found[-MAX_POSITIONS:]))
+        positions = self._places.get(tuple(row[-2:])) or self._places.get(tuple(row[-1:]), [])
+        return ((self.texts[number], place) for number, place in reversed(positions[-MAX_POSITIONS:]))
 
 
 class SuffixMatch(NamedTuple):
@@ -319,11 +314,11 @@ def _longest(matches: Iterator[SuffixMatch]) -> SuffixMatch | None:
 
 def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
     """The first ``most`` continuations that are not prefixes of earlier ones."""
-    kept: list[Continuation] = []
-    while len(kept) < most and (way := next(ways, None)) is not None:
-        if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in kept):
-            kept.append(way)
-    return kept
+    distinct: list[Continuation] = []
+    while len(distinct) < most and (way := next(ways, None)) is not None:
+        if all(before.draft_tokens[: len(way.draft_tokens)] != way.draft_tokens for before in distinct):
+            distinct.append(way)
+    return distinct
 
 
 def _caught_up(rows: SearchedRows[HostTextIndex]) -> list[tuple[list[int], CopySources[HostTextIndex]]]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch, SpeculationPlan, StopDrafting
 from paceline.core.draft import Draft, Verdict
-from paceline.core.sampling import Choices, Purpose
+from paceline.core.sampling import Choices
+from paceline.core.values import Purpose
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
@@ -24,11 +25,11 @@ ComputeLogits = Callable[[Tensor], Tensor]
 SampleNext = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
 
 
-def draw_chain(draft_tokens: Tensor, k: int, read: ComputeLogits, draw: SampleNext) -> Tensor:
+def draw_chain(draft_tokens: Tensor, k: int, compute_logits: ComputeLogits, draw: SampleNext) -> Tensor:
     """Extend draft tokens [B, 0] to [B, k], or fewer if ``draw`` stops. Rounds of host and device share this loop."""
     goes_on = True
     while goes_on and draft_tokens.shape[1] < k:
-        draft_token, goes_on = draw(read(draft_tokens), draft_tokens)
+        draft_token, goes_on = draw(compute_logits(draft_tokens), draft_tokens)
         draft_tokens = torch.cat([draft_tokens, draft_token], dim=1)
     return draft_tokens
 
@@ -104,7 +105,7 @@ class ModelDrafter(Drafter):
             if not grown.new or (plan.stop_drafting is not None and plan.stop_drafting(batch, *grown.scores)):
                 break
             grown.spread(after(depth))
-        return draft_of(grown.rows, batch.device)
+        return draft_of(grown.rows)
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
         """A function from the depth to the logits after the new nodes, [N, V]. k: greatest depth."""

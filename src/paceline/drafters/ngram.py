@@ -74,35 +74,34 @@ class NgramDrafter(Drafter):
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         samples, slots = batch.samples, batch.slots
         sources = None if not any(samples) else [self._sources_of(sample) for sample in samples]
-        text, length, device = batch.text, batch.length, batch.device
-        if device.type != "cpu":
+        text, length = batch.text, batch.length
+        if batch.device.type != "cpu":
             text, length = batch.live_slots.of(text[:, : batch.longest]).cpu(), batch.live_length.cpu()
             slots = list(range(batch.rows))
         rows = SearchedRows(text, length, slots, sources)
         if self.width > 1:
             ways = self._lookup.find_all(rows, plan.k, self.width)
-            return draft_of([merged(each) for each in ways], device)
-        found = self._lookup.find(rows, plan.k)
+            return draft_of([merged(each) for each in ways])
+        result = self._lookup.find(rows, plan.k)
         one_source = sources is None and not self._documents
-        kinds = None if one_source else [_KINDS[source] for source in found.sources]
-        return Draft.of(found.draft_tokens, device, [_CONFIDENCE[size] for size in found.matched], kinds)
+        kinds = None if one_source else [_KINDS[source] for source in result.sources]
+        return Draft(result.draft_tokens, confidence=[_CONFIDENCE[size] for size in result.matched], kinds=kinds)
 
     def _sources_of(self, sample: ParallelSample | None) -> CopySources[Any] | None:
         if sample is None:
             return None
         texts = self._texts.get(sample.group)
         if texts is None:
-            texts = self._texts[sample.group] = self._index(sample.group)
+            group = sample.group
+            references = self._lookup.texts(group.references) if group.references else None
+            siblings = self._lookup.texts() if self._siblings and group.answers > 1 else None
+            texts = self._texts[group] = _RequestTexts(references, siblings)
         return CopySources(texts.references, texts.siblings, sample.number, sample.prompt_tail)
-
-    def _index(self, group: RequestGroup) -> _RequestTexts:
-        references = self._lookup.texts(group.references) if group.references else None
-        return _RequestTexts(references, self._lookup.texts() if self._siblings and group.answers > 1 else None)
 
 
 def merged(continuations: Sequence[Continuation]) -> DraftTree:
     """Merge a row's continuations, the best first, into one tree."""
     tree = DraftTree()
-    for found in continuations:
-        tree.merge(found.draft_tokens, _CONFIDENCE[found.matched], found.source)
+    for continuation in continuations:
+        tree.merge(continuation.draft_tokens, _CONFIDENCE[continuation.matched], continuation.source)
     return tree

@@ -61,29 +61,29 @@ def draft_vocab_size(target: AnyModel, draft: AnyModel | None, config: EngineCon
     A pass reads its weights once, so bytes stand for milliseconds: both draft model and target run at the same rate,
     and the choice is the same on every machine. Raises ParameterError for a size that this drafter cannot have.
     """
-    given, kind = config.draft_vocab_size, config.drafter_kind
-    if given == 0 or draft is None or not config.asks_draft_model or not config.draft_tokens:
+    size, kind = config.draft_vocab_size, config.drafter_kind
+    if size == 0 or draft is None or not config.asks_draft_model or not config.draft_tokens:
         return 0
     reason = _why_whole(draft, getattr(kind, "scores_subset", False), config)
-    if given is not None:
+    if size is not None:
         if reason is not None:
-            raise ParameterError("draft_vocab_size", given, f"None or 0 here: {reason}")
-        return given
-    read = None if reason is not None else _pass_bytes(draft)
+            raise ParameterError("draft_vocab_size", size, f"None or 0 here: {reason}")
+        return size
+    pass_bytes = None if reason is not None else _pass_bytes(draft)
     beside = _pass_bytes(target)
-    if read is None or beside is None or not isinstance(draft, FlatModel | HeadModel):
+    if pass_bytes is None or beside is None or not isinstance(draft, FlatModel | HeadModel):
         return 0
     verify = beside.layers + target.vocab_size * beside.token
     k = config.num_speculative_tokens
     length = k if isinstance(k, int) else DEFAULT_SPECULATION_LENGTH
     coverage = FIXED if config.acceptance == "rejection" else FOLLOWING
-    return best_size(draft.vocab_size, DraftCost(read.layers, read.token, verify), coverage, k=length)
+    return best_size(draft.vocab_size, DraftCost(pass_bytes.layers, pass_bytes.token, verify), coverage, k=length)
 
 
 def short_head_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig) -> int:
     """Return the bytes of the output head that scores the draft vocabulary; 0 without one."""
-    read = None if draft is None else _pass_bytes(draft)
-    return 0 if read is None else draft_vocab_size(target, draft, config) * read.token
+    pass_bytes = None if draft is None else _pass_bytes(draft)
+    return 0 if pass_bytes is None else draft_vocab_size(target, draft, config) * pass_bytes.token
 
 
 def _pass_bytes(model: AnyModel) -> PassBytes | None:

@@ -12,8 +12,8 @@ from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
-from paceline.engine.native_round import runs_native_rounds
 from paceline.engine.request import check_tokens
+from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.errors import ParameterError
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.lengths.cost import CostTable

@@ -17,8 +17,8 @@ from paceline.errors import ParameterError, RequestError
 
 T = TypeVar("T")
 OnError = Literal["raise", "skip"]
-Made: TypeAlias = Request | RequestOutput  # a request, or the finished result of a refused prompt
-Maker: TypeAlias = Callable[[T, SamplingParams, Sequence[Prompt]], Request]
+Prepared: TypeAlias = Request | RequestOutput  # a request, or the finished result of a refused prompt
+Prepare: TypeAlias = Callable[[T, SamplingParams, Sequence[Prompt]], Request]
 PARAMS = "SamplingParams, or a list of one per prompt; SamplingParams.from_mapping makes them from a dictionary"
 
 
@@ -37,7 +37,7 @@ class CallArguments:
     on_error: OnError = "raise"
     arrival: float = field(default_factory=lambda: time.monotonic())  # looked up late, for tests with a clock
 
-    def made(self, prompts: Sequence[T], make: Maker[T], argument: str = "prompts") -> list[Made]:
+    def prepare_all(self, prompts: Sequence[T], make: Prepare[T], argument: str = "prompts") -> list[Prepared]:
         """Return a request for each prompt; with on_error="skip" a finished result for a refused one.
 
         argument: name of the argument that the errors number.
@@ -47,9 +47,9 @@ class CallArguments:
         size = len(prompts)
         arguments = zip(prompts, self._params(size), as_references_of_each(self.references, size), strict=True)
         name = None if size == 1 else argument
-        return [self._made(index, name, partial(make, *own)) for index, own in enumerate(arguments)]
+        return [self._prepare(index, name, partial(make, *own)) for index, own in enumerate(arguments)]
 
-    def _made(self, index: int, argument: str | None, make: Callable[[], Request]) -> Made:
+    def _prepare(self, index: int, argument: str | None, make: Callable[[], Request]) -> Prepared:
         """Make one request. argument: the name that an error numbers; None for errors without a number."""
         try:
             return make()

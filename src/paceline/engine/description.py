@@ -9,15 +9,15 @@ from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
-from paceline.engine.device_round import DeviceRound
 from paceline.engine.memory import GIB
-from paceline.engine.native_round import runs_native_rounds, why_not_kernels
-from paceline.engine.pipeline import NGRAM_SOURCES, why_not_device
-from paceline.engine.round import Speculation
-from paceline.engine.runners import Runners
+from paceline.engine.rounds.choice import NGRAM_SOURCES, why_no_graph, why_no_kernels
+from paceline.engine.rounds.kernels import runs_native_rounds
+from paceline.engine.rounds.loop import RoundLoop
+from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.round import Speculation
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
-from paceline.models.base import WITHOUT_KERNELS, AnyModel, FlatModel
+from paceline.models.base import AnyModel, FlatModel
 from paceline.models.files.fingerprint import model_hash
 from paceline.models.load.prepare import why_not_native
 from paceline.models.native.model import NativeModel
@@ -60,8 +60,8 @@ class EngineDescription:
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self, runners: Runners) -> str:
-        """Return one line that says what runs, and why not something else. runners: what has run rounds so far."""
+    def describe(self, rounds: RoundLoop) -> str:
+        """Return one line that says what runs, and why not something else. rounds: those that have run so far."""
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
         draft_model = self.models.draft if drafter.decoders else None
@@ -74,7 +74,7 @@ class EngineDescription:
             f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
-            f"attention {self._describe_attention()}; {self._describe_rounds(runners)}"
+            f"attention {self._describe_attention()}; {self._describe_rounds(rounds)}"
             f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
             f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
@@ -103,18 +103,17 @@ class EngineDescription:
 
     def _describe_attention(self) -> str:
         target = self.models.target
-        if isinstance(target, FlatModel) and target.kernels != WITHOUT_KERNELS:
+        if isinstance(target, FlatModel):
             return "native (ragged, batch-invariant)"
         reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
-        name = "torch" if isinstance(target, FlatModel) else self.parts.target.backend.name
-        return name + kind + (f" (not native: {reason})" if reason else "")
+        return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
 
-    def _describe_rounds(self, runners: Runners) -> str:
+    def _describe_rounds(self, rounds: RoundLoop) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""
-        reason = why_not_device(self.parts)
+        reason = why_no_graph(self.parts)
         if self.device_round is not None and reason is None:
-            return f"{self._describe_device_rounds(self.device_round, runners)}; "
+            return f"{self._describe_device_rounds(self.device_round, rounds)}; "
         if runs_native_rounds(self.models.target):
             return f"{self._describe_kernel_rounds()}; "
         if self.models.target.device.type != "cuda":
@@ -123,10 +122,10 @@ class EngineDescription:
         reason = reason or ("ranks share the target" if has_ranks else "rounds='host'")
         return f"rounds by the host ({reason}); "
 
-    def _describe_device_rounds(self, device_round: DeviceRound, runners: Runners) -> str:
+    def _describe_device_rounds(self, device_round: DeviceRound, rounds: RoundLoop) -> str:
         """Say that rounds run on the device, and for what on the host; or that none has run on the device."""
-        rounds, reasons = runners.rounds, dict.fromkeys(runners.reasons)
-        if rounds["host"] > 0 and rounds["device"] == 0:
+        counts, reasons = rounds.counts, dict.fromkeys(rounds.choice.reasons)
+        if counts["host"] > 0 and counts["device"] == 0:
             return f"rounds by the host ({' or '.join(reasons)}), none by the device so far"
         if self.parts.drafter.copies:
             reasons[NGRAM_SOURCES] = None
@@ -135,7 +134,7 @@ class EngineDescription:
         return f"rounds by the device ({how}, {device_round.ops.name} kernels){by_host}"
 
     def _describe_kernel_rounds(self) -> str:
-        if reason := why_not_kernels(self.parts.target, self.parts.accept):
+        if reason := why_no_kernels(self.parts.target, self.parts.accept):
             return f"rounds by the host ({reason})"
         exception = " (step by step: draft tokens with probabilities)" if self.parts.drafter.has_probabilities else ""
         return f"rounds by the kernels{exception}"
@@ -154,6 +153,5 @@ def _describe_model(model: AnyModel) -> str:
 def _precision(model: AnyModel) -> str:
     precision = str(model.dtype).removeprefix("torch.")
     if isinstance(model, FlatModel):
-        where = "in torch" if model.kernels == WITHOUT_KERNELS else f"on the CPU kernels {model.kernels}"
-        return f"{model.quantization or precision} {where}"
+        return f"{model.quantization or precision} on the CPU kernels {model.kernels}"
     return str(getattr(model, "precision", precision))

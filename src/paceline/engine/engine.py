@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,16 +20,18 @@ from paceline.core.batch import Batch
 from paceline.core.draft import Verdict
 from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
+from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
-from paceline.engine.device_round import DeviceAcceptance, DeviceRound
 from paceline.engine.memory import check_memory
-from paceline.engine.native_round import NativeRound
-from paceline.engine.pipeline import DeviceRunner, why_not_device
 from paceline.engine.request import Intake, Request
-from paceline.engine.round import Speculation
-from paceline.engine.runners import HostRunner, Runners
+from paceline.engine.rounds.choice import RoundChoice, why_no_graph
+from paceline.engine.rounds.graph import GraphPlace
+from paceline.engine.rounds.kernels import KernelsPlace, NativeRound
+from paceline.engine.rounds.loop import RoundLoop
+from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator
@@ -46,6 +49,8 @@ from paceline.models.decoding.decoder import Decoder
 from paceline.models.files.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
+
+AnyPolicy = TypeVar("AnyPolicy", bound=LengthPolicy)
 
 
 class Engine:
@@ -85,25 +90,30 @@ class Engine:
         self.batch = self._new_batch()
         self._device_round = self._make_device_round()
         self._profile = self._load_profile()
-        self.parts.policy = self._policy()
-        self.parts.native = NativeRound.of(target, self.batch, self.parts.accept, self.threads)
+        self.use_policy(self._policy())
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
         self.slots = SlotAllocator(self.batch, self.parts, self.room)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
-        self._device_runner, host = self._make_device_runner(), HostRunner(self.parts, self.scheduler)
-        self.runners = Runners(self.batch, *([self._device_runner] if self._device_runner else []), host)
+        self._graph = self._make_graph()
+        choice = RoundChoice(self.parts, self._make_kernels(), self._graph)
+        self.rounds = RoundLoop(self.parts, self.scheduler, choice)
 
     def _new_batch(self) -> Batch:
         target = self.models.target
         ops = cpu_ops(target.device)
         return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
 
-    def _make_device_runner(self) -> DeviceRunner | None:
-        """Return the runner of device rounds; None if all rounds run on the host."""
+    def _make_graph(self) -> GraphPlace | None:
+        """Return the place of device rounds; None if all rounds run on the host."""
         device_round = self._device_round
         if device_round is None or not self._uses_device_rounds():
             return None
-        return DeviceRunner(device_round, self.parts, self.scheduler)
+        return GraphPlace(device_round, self.parts, self.scheduler)
+
+    def _make_kernels(self) -> KernelsPlace | None:
+        """Return the place of rounds on the CPU kernels; None if they do not run the target's."""
+        native = NativeRound.of(self.parts.target, self.batch, self.parts.accept, self.threads)
+        return None if native is None else KernelsPlace(self.parts, native)
 
     def _make_device_round(self) -> DeviceRound | None:
         """Return the round as a program of the device; None if all rounds run on the host."""
@@ -120,7 +130,7 @@ class Engine:
 
         Raises ParameterError if rounds="device" was chosen and is not possible.
         """
-        rounds, obstacle = self.config.rounds, why_not_device(self.parts)
+        rounds, obstacle = self.config.rounds, why_no_graph(self.parts)
         if rounds == "device" and obstacle is not None:
             raise ParameterError("rounds", "device", f"not possible here: {obstacle}; 'host' is")
         one_gpu = self.models.target.device.type == "cuda" and self.config.tensor_parallel == 1
@@ -212,7 +222,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.runners)
+        return self._description.describe(self.rounds)
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -226,14 +236,29 @@ class Engine:
         progress: may wrap the list of programs in a progress bar.
         """
         assert not self.busy, "requests would wait for captures"
-        if self._device_runner is None:
+        if self._graph is None:
             return None
         with self._own_threads():
-            return self._device_runner.capture_ahead(seconds, progress)
+            return self._graph.capture_ahead(seconds, progress)
 
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
+
+    def use_policy(self, policy: AnyPolicy) -> AnyPolicy:
+        """Let another length policy choose from the next round on, and return it. It knows nothing of present rows."""
+        self.parts.policy = policy
+        return policy
+
+    def expect(self, *, final: bool | None = None, watched: bool | None = None) -> None:
+        """Say what callers do with results, which changes only the order of work. None leaves a statement as it is.
+
+        final: whether no caller reads results before they end, and no requests will come before the present ones have
+            ended. At first they may.
+        watched: whether a caller reads results before they end; other requests may come in any case. At first it does.
+        """
+        self.scheduler.final = self.scheduler.final if final is None else final
+        self.scheduler.watched = self.scheduler.watched if watched is None else watched
 
     def add(self, request: Request) -> RequestOutput:
         """Queue a request and return its result, which ``step`` fills.
@@ -267,10 +292,10 @@ class Engine:
         """Whether the step is only a round of the CPU kernels. Then torch's modes need not be set, which takes 80
         us.
         """
-        scheduler, parts = self.scheduler, self.parts
-        if scheduler.prefilling or scheduler.admissible:
+        if self.scheduler.prefilling or self.scheduler.admissible:
             return False
-        return parts.native is not None and not parts.native.needs_host(parts.accept) and not parts.drafter.uses_torch
+        kernels = self.rounds.choice.kernels
+        return kernels is not None and not kernels.needs_torch(self.batch)
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
@@ -287,11 +312,11 @@ class Engine:
         if (rows := len(self.scheduler.running)) and not waits:
             self.batch.draining = self.scheduler.draining
             started = time.perf_counter()
-            gained, self.last_verdict = self.runners.step()
-            changed += gained
+            changed += self.rounds.step()
+            self.last_verdict = self.rounds.last_verdict
             self.chunks.rounds.learn(rows, time.perf_counter() - started)
         if not self.busy:
-            self.runners.forget()
+            self.rounds.forget()
             self.scheduler.check_integrity()
         return self._collect(changed)
 
@@ -307,7 +332,7 @@ class Engine:
     def clear(self) -> None:
         """End all requests; also after an exception or Ctrl-C in the middle of a round."""
         self.scheduler.clear()
-        self.runners.forget()
+        self.rounds.forget()
         for output in self._requests.values():  # after an interrupt a sequence may be in none of the queues
             for answer in output.candidates:
                 answer.finish_reason = answer.finish_reason or "abort"

@@ -13,7 +13,7 @@ import torch
 from rich.progress import TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from paceline.config import EngineConfig, QuantizationName
+from paceline.config import EngineConfig
 from paceline.config.ranges import FileName
 from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_rank
 from paceline.drafters.heads.assistant_loading import is_assistant
@@ -23,11 +23,9 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.base import AnyModel
 from paceline.models.description.shards import ModelShard
 from paceline.models.files.boundary import Source, is_loaded, name_of
-from paceline.models.load.loading import describe_source, lacks_head, load_model
-from paceline.models.load.packed_file import find_packed, would_pack, would_run_natively
-from paceline.models.load.prepare import prepare, why_not_native
-from paceline.models.native.matrices import load_packed
-from paceline.models.native.model import NativeModel
+from paceline.models.load.adapters import attach
+from paceline.models.load.loading import describe_source, lacks_head
+from paceline.models.load.prepare import ModelOptions, load, why_not_native, would_run_natively
 from paceline.models.text.tokenizer import Tokenizer
 from paceline.progress import Line
 
@@ -91,7 +89,7 @@ def load_target(
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_per_rank(share.ranks)
-    stages.begin(f"reading {_name(source)} in {share.ranks} processes")
+    stages.begin(f"reading {name_of(source)} in {share.ranks} processes")
     return lead(source, share, load_dtype(config), device, threads)
 
 
@@ -115,7 +113,7 @@ def _load_adapted(
 def load_draft(source: Source, config: EngineConfig, stages: LoadingStages) -> AnyModel:
     """Load the draft model in its own dtype and quantization. Raises ModelFormatError if it has no output head."""
     if lacks_head(source):
-        raise ModelFormatError(f"{_name(source)} has no output head (lm_head), so it cannot draft tokens")
+        raise ModelFormatError(f"{name_of(source)} has no output head (lm_head), so it cannot draft tokens")
     return _load(source, config, stages, of_draft=True)
 
 
@@ -128,52 +126,16 @@ def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig
     return load_head_for(target, source, path, dtype=dtype, quantization=config.draft_quantization)
 
 
-def _name(source: Source) -> str:
-    """The name of a model as it was given, for people."""
-    return name_of(source) if is_loaded(source) else os.fspath(source)
-
-
 def _load(source: Source, config: EngineConfig, stages: LoadingStages, *, of_draft: bool = False) -> AnyModel:
-    """Load a model from the cache of packed weights or, if it has none, from its source; then fill the cache."""
-    device = resolve_device(config.device)
-    name = _name(source)
+    """Load a model for what runs it with these options."""
+    device, name = resolve_device(config.device), name_of(source)
+    stages.begin(f"reading {name}")
     dtype = load_dtype(config, lambda: would_run_natively(source, device, config.attention), of_draft=of_draft)
     quantization = config.quantization
     if of_draft and config.draft_quantization != "same":
         quantization = config.draft_quantization
-    cached_file = find_packed(source, dtype, device, config.attention, quantization)
-    if cached_file is not None:
-        if cached_file.path.exists():
-            stages.begin(f"reading the packed weights of {name}")
-        if (packed := cached_file.load()) is not None:
-            return packed
-    model = _packed_from_files(source, config, dtype, quantization, stages)
-    if model is None:
-        stages.begin(f"reading {name}")
-        loaded = load_model(source, dtype=dtype, device=device)
-        stages.begin(f"packing {name}")
-        model = prepare(loaded, config.attention, quantization, config.deterministic)
-        del loaded  # free its memory before the packed weights are written
-    if cached_file is not None and isinstance(model, NativeModel):
-        stages.begin(f"writing the packed weights of {name} to the cache")
-        cached_file.save(model)
-    return model
-
-
-def _packed_from_files(
-    source: Source,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    quantization: QuantizationName | None,
-    stages: LoadingStages,
-) -> AnyModel | None:
-    """Load a model straight into the CPU kernels' formats; None if it does not run on them."""
-    device = resolve_device(config.device)
-    if quantization == "fp8" or not would_pack(dtype, device, config.attention, quantization):
-        return None
-    if not is_loaded(source) and would_run_natively(source, device, config.attention):
-        stages.begin(f"reading and packing {_name(source)}")
-    return load_packed(source, dtype, quantization, stages.tell)
+    options = ModelOptions(dtype, device, config.attention, quantization, config.deterministic)
+    return load(source, options, lambda: stages.begin(f"packing {name}"), stages.tell)
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

@@ -14,7 +14,7 @@ from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.vocabulary_size import short_head_bytes
-from paceline.engine.native_round import runs_native_rounds, workspace_bytes
+from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
 

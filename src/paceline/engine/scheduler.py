@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,7 +18,7 @@ from paceline.core.hardware import Stopwatch
 from paceline.core.outputs import FinishReason
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.prefixes import STATES_APART
-from paceline.engine.round import Speculation
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scoring import collect
 from paceline.engine.sequences import AnswerLengths, Sequence, end_if_outranked, fail, finish, gain_tokens, log_failure
 from paceline.engine.slot_allocator import SlotAllocator
@@ -35,9 +35,7 @@ class Scheduler:
     chunks: decides what is prefilled next.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
-    closed: whether no caller reads results before they end, and no requests will come before the present ones have
-        ended.
-    watched: whether a caller reads results before they end; other requests may come in any case.
+    final, watched: see ``Engine.expect``.
     answers: lengths of recent answers.
     """
 
@@ -49,14 +47,14 @@ class Scheduler:
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
-    closed: bool = False
+    final: bool = False
     watched: bool = True
     answers: AnswerLengths = field(default_factory=AnswerLengths)
 
     @property
     def draining(self) -> bool:
         """Whether the decoding rows are the last ones."""
-        return self.closed and not self.waiting and not self.prefilling
+        return self.final and not self.waiting and not self.prefilling
 
     @property
     def busy(self) -> bool:
@@ -166,7 +164,7 @@ class Scheduler:
     @property
     def _awaited(self) -> bool:
         """Whether it matters when each token comes, and not only when all have come."""
-        return (self.watched and not self.closed) or self._any_deadline
+        return (self.watched and not self.final) or self._any_deadline
 
     @property
     def _begins_at_once(self) -> bool:
@@ -234,7 +232,7 @@ class Scheduler:
         self.prefilling = [sequence for sequence in self.prefilling if sequence.slot not in begun]
         self._set_running(first)
         hidden = torch.stack([ends[sequence.slot] for sequence in self.running])
-        return self.process_outputs(self.parts.first_tokens(self.batch, hidden))
+        return self.process_outputs(self.parts.first_tokens(self.batch, hidden), range(self.batch.rows))
 
     def _join(self) -> list[Sequence]:
         """Let prefilled sequences start to decode, also those that waited for the prefix of another prompt.
@@ -265,18 +263,19 @@ class Scheduler:
         self.running = sorted(sequences, key=lambda sequence: sequence.slot)
         self.batch.set_live([sequence.slot for sequence in self.running])
 
-    def process_outputs(self, verdict: Verdict) -> list[Sequence]:
-        """Give each decoding row its new tokens, cut at the sample's end. Finished rows leave.
+    def process_outputs(self, verdict: Verdict, rows: Iterable[int]) -> list[Sequence]:
+        """Give decoding rows their new tokens, cut at the sample's end. Finished rows leave.
 
-        Returns all sequences that gained tokens, and the other samples of requests that failed.
+        rows: those that were in the round. Returns their sequences, and the other samples of requests that failed.
         """
-        gained = list(self.running)
+        gained: list[Sequence] = []
         now = time.monotonic()
-        for row, sequence in enumerate(gained):
-            gain_tokens(sequence, verdict, row, now, at_limit=self.batch.positions)
-        return gained + self.leave(gained)
+        for row in rows:
+            gain_tokens(self.running[row], verdict, row, now, at_limit=self.batch.positions)
+            gained.append(self.running[row])
+        return gained + self._leave(gained)
 
-    def leave(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _leave(self, sequences: list[Sequence]) -> list[Sequence]:
         """Free the slots of finished sequences. Return the other samples of requests that failed.
 
         sequences: those that have gained tokens. Those among them that cannot become one of the returned samples any

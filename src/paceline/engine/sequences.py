@@ -168,10 +168,10 @@ def gain_tokens(sequence: Sequence, verdict: Verdict, row: int, now: float, at_l
 
 def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: int) -> None:
     """Append the tokens and count them; tokens behind the sample's end are not counted."""
-    host, output = verdict.host, sequence.output
-    accepted, drafted, all_accepted = host.accepted[row], host.drafted[row], host.fully_accepted(row)
+    output = sequence.output
+    accepted, drafted, all_accepted = verdict.accepted[row], verdict.drafted[row], verdict.fully_accepted(row)
     kept = 0
-    for position, token in enumerate(host.tokens[row]):
+    for position, token in enumerate(verdict.tokens[row]):
         if token < 0:
             raise _why_undrawn(sequence, token)
         output.token_ids.append(token)
@@ -186,9 +186,9 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics = output.metrics
     metrics.first_token = now if metrics.first_token is None else metrics.first_token
     metrics.rounds += 1
-    metrics.drafted += host.verified(row, kept)
+    metrics.drafted += verdict.verified(row, kept)
     metrics.accepted += min(accepted, kept)
-    metrics.saved_by_sibling += host.saved_by_sibling(row, kept)
+    metrics.saved_by_sibling += verdict.saved_by_sibling(row, kept)
     metrics.output_tokens = len(output.token_ids)
 
 
@@ -224,7 +224,7 @@ def _note_logprob(output: CompletionOutput, verdict: Verdict, row: int, position
     """Append the log-probabilities of the last gained token and of the ``top`` likeliest tokens."""
     assert verdict.logprobs is not None
     assert output.cumulative_logprob is not None
-    own, ids, values = verdict.logprobs.host
+    own, ids, values = verdict.logprobs
     output.cumulative_logprob += own[row][position]
     if output.logprobs is not None:
         likeliest = zip(ids[row][position][:top], values[row][position][:top], strict=True)

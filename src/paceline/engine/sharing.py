@@ -29,7 +29,7 @@ class SharedCall:
         self._shared, self.requests, self.final = shared, requests, final
         self.outputs: list[RequestOutput] = []
         self.open: dict[str, RequestOutput] = {}
-        self.news: dict[str, RequestOutput] = {}  # results that changed since they were last yielded
+        self.changed: dict[str, RequestOutput] = {}  # results that changed since they were last yielded
 
     def __enter__(self) -> SharedCall:
         try:
@@ -45,7 +45,7 @@ class SharedCall:
     def __iter__(self) -> Iterator[RequestOutput]:
         """Yield results that changed; each request's last item is finished."""
         while self.open:
-            for output in self._shared.news(self):
+            for output in self._shared.poll(self):
                 if output.request_id not in self.open:
                     continue  # it ended while its caller held this item
                 if output.finished:
@@ -54,8 +54,8 @@ class SharedCall:
 
     def tell(self, output: RequestOutput) -> None:
         """Record a changed result. Results are yielded in the order of their last change."""
-        self.news.pop(output.request_id, None)
-        self.news[output.request_id] = output
+        self.changed.pop(output.request_id, None)
+        self.changed[output.request_id] = output
 
     def tell_ended(self) -> None:
         """Record results that ended between two rounds."""
@@ -136,20 +136,20 @@ class SharedEngine:
 
         self._turn(queue)
 
-    def news(self, call: SharedCall) -> list[RequestOutput]:
-        """Return the call's changed results. Runs a round, unless rounds of other callers have changed some already."""
-        news: list[RequestOutput] = []
+    def poll(self, call: SharedCall) -> list[RequestOutput]:
+        """Return the results that changed since the last poll; run a round if there are none."""
+        changed: list[RequestOutput] = []
 
         def take() -> None:
-            if not call.news:
+            if not call.changed:
                 self._step(call)
-            if not call.news:
+            if not call.changed:
                 call.tell_ended()
-            news.extend(call.news.values())
-            call.news = {}
+            changed.extend(call.changed.values())
+            call.changed = {}
 
         self._turn(take)
-        return news
+        return changed
 
     def leave(self, call: SharedCall) -> None:
         """Abort the call's unfinished requests. Never blocks, because the garbage collector may call it."""
@@ -197,14 +197,14 @@ class SharedEngine:
         """Run one round for all callers, if the engine has requests."""
         if not self.engine.busy:
             return
-        self.engine.scheduler.closed = caller.final and len(self._calls) == 1
+        self.engine.expect(final=caller.final and len(self._calls) == 1)
         try:
             changed = self.engine.step()
         except BaseException as error:
             self._round_failed(caller, error)
             raise
         finally:
-            self.engine.scheduler.closed = False
+            self.engine.expect(final=False)
         owned = [output for output in changed if output.request_id in self._callers]
         for output in sorted(owned, key=lambda output: self._order[output.request_id]):
             self._callers[output.request_id].tell(output)

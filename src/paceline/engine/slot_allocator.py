@@ -18,7 +18,7 @@ from paceline.engine.prefixes import (
     common_prefix_length,
     may_share_prefix,
 )
-from paceline.engine.round import Speculation
+from paceline.engine.rounds.round import Speculation
 from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
 from paceline.errors import NotFiniteError

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.hardware import torch_threads
-from paceline.kernels import abi, native, pack
+from paceline.kernels import native, pack, structs
 from paceline.kernels.pack import Format
 from paceline.models.base import AnyModel, Counted
 from paceline.models.native.model import LAYER_FORMAT, NativeModel
@@ -130,7 +130,7 @@ def kernel_rate(kernels: native.Kernels, to: Format, threads: int, seconds: floa
     """Measure multiply-adds per second of the CPU kernels: many rows, weights in the cache."""
     rows, inputs, outputs = 96, 512, 1024 * threads
     packed = pack.pack(pack.quantise(_noise(outputs, inputs), to))
-    layer = abi.CLinear.of(packed)
+    layer = structs.linear(packed)
     x, out = _noise(rows, inputs), torch.empty(rows, outputs, dtype=torch.float32)
     pool = native.pool(kernels, threads).handle
     place = pool, ctypes.addressof(layer), x.data_ptr(), rows, 0, out.data_ptr(), outputs

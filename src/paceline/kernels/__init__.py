@@ -3,8 +3,9 @@
 cpu.py      the round's operations, run by the compiled kernels (``core.ops.HostOps``)
 spec.py     the parts of a decoder: plain tensors and numbers
 pack.py     quantisation, and the order in which the kernels read weights
-reference.py     reference implementation of every kernel in plain torch; also runs where the extension is missing
 native.py   the extension (``csrc/``), loaded with ctypes
+abi.py      its structs and functions, written by ``csrc/bindings.py``
+structs.py  tensors as these structs
 build.py    compiles it
 attention/  padded, split and ragged attention over the cache
 gpu/        operations on a device: Triton kernels, their torch references, captured graphs

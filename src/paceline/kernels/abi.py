@@ -1,352 +1,16 @@
-"""The extension's interface for ctypes: the structs and functions of csrc/kernels.h, model.h and capi.cpp."""
+"""The extension's interface for ctypes. Written by csrc/bindings.py: do not edit."""
 
+# fmt: off
+# ruff: noqa: I001
 from __future__ import annotations
 
 from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    c_char_p,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
+    CFUNCTYPE, POINTER, Structure,
+    c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p,
 )
-
-import torch
-from torch import Tensor
-
-from paceline.core.cache import KVCache
-from paceline.core.recurrent_state import WINDOW, StatefulCache
-from paceline.kernels.pack import Format, Packed
-
-ABI_VERSION = 29  # must equal csrc/model.h's; raise both when a struct or a function changes
-FORMATS: dict[Format, int] = {"int8": 0, "bf16": 1, "int4": 2}
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's first element; None for None."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-class CLinear(Structure):
-    """csrc: Linear."""
-
-    _fields_ = (
-        ("weights", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("inputs", c_int32),
-        ("outputs", c_int32),
-        ("format", c_int32),
-        ("group", c_int32),
-    )
-
-    @classmethod
-    def of(cls, packed: Packed) -> CLinear:
-        return cls(
-            packed.weights.data_ptr(),
-            address(packed.scales),
-            address(packed.bias),
-            packed.inputs,
-            packed.outputs,
-            FORMATS[packed.format],
-            packed.group,
-        )
-
-
-class CRecurrent(Structure):
-    """csrc: Recurrent."""
-
-    _fields_ = (("gates", CLinear), *((name, c_void_p) for name in ("conv", "rate", "bias", "norm")))
-
-
-class CRecurrentShape(Structure):
-    """csrc: RecurrentShape."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("kind", "taps", "channels", "gates", "state")),
-        *((name, c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
-    )
-
-
-class CRouter(Structure):
-    """csrc: Router."""
-
-    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32))
-
-
-class CExpertsNorms(Structure):
-    """csrc: ExpertsNorms."""
-
-    _fields_ = tuple((name, c_void_p) for name in ("router", "before", "after", "shared_after"))
-
-
-class CExperts(Structure):
-    """csrc: Experts."""
-
-    _fields_ = (
-        ("router", CRouter),
-        ("gate_up", POINTER(CLinear)),
-        ("down", POINTER(CLinear)),
-        *((name, c_int32) for name in ("count", "used", "normalised")),
-        ("factors", c_void_p),
-        ("norms", POINTER(CExpertsNorms)),
-    )
-
-
-class CTokenInput(Structure):
-    """csrc: TokenInput."""
-
-    _fields_ = (("gate", CLinear), ("out", CLinear), ("norm", c_void_p))
-
-
-class CTokenInputs(Structure):
-    """csrc: TokenInputs."""
-
-    _fields_ = (
-        ("table", CLinear),
-        ("project", CLinear),
-        ("norm", c_void_p),
-        ("width", c_int32),
-        *((name, c_float) for name in ("table_scale", "project_scale", "sum_scale")),
-    )
-
-
-class CLowRank(Structure):
-    """csrc: LowRank."""
-
-    _fields_ = (("down", CRouter), ("up", CRouter))
-
-
-CHANGED_LAYERS = ("qkv", "o", "gate_up", "down")  # csrc: Changed, by the names of ``models.description.weights``
-
-
-class CLayer(Structure):
-    """csrc: Layer."""
-
-    _fields_ = (
-        ("qkv", CLinear),
-        ("attention_out", CLinear),
-        ("gate_up", CLinear),
-        ("down", CLinear),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("window", c_int64),
-        *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm", "cosine", "sine")),
-        ("rotary_half", c_int32),
-        ("scale", c_float),
-        ("norm_all", c_int32),
-        ("activation", c_int32),
-        ("recurrent", POINTER(CRecurrent)),
-        *((name, c_int32) for name in ("gated", "place", "table", "reads_only", "heads", "kv_heads", "dim")),
-        ("v_norm", c_void_p),
-        ("input", POINTER(CTokenInput)),
-        ("scale_out", c_void_p),
-        ("experts", POINTER(CExperts)),
-        ("sinks", c_void_p),
-        ("changes", POINTER(CLowRank) * len(CHANGED_LAYERS)),
-    )
-
-
-class CFusion(Structure):
-    """csrc: Fusion."""
-
-    _fields_ = (
-        ("fuse", CLinear),
-        *((name, c_void_p) for name in ("tap_norms", "joint_norm", "hidden_norm", "targets", "mask")),
-        ("mask_token", c_int64),
-        ("vocabulary", c_int64),
-        *((name, c_int32) for name in ("tap_count", "target_width", "normed_residual", "normed_state")),
-        ("embedding_norm", c_void_p),
-    )
-
-
-class CModel(Structure):
-    """csrc: ModelSpec."""
-
-    _fields_ = (
-        ("layers", POINTER(CLayer)),
-        ("head", CLinear),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("positions", c_int64),
-        ("layer_count", c_int32),
-        ("width", c_int32),
-        ("epsilon", c_float),
-        ("embed_scale", c_float),
-        ("tap_scale", c_float),
-        ("fusion", POINTER(CFusion)),
-        ("recurrent", CRecurrentShape),
-        ("inputs", POINTER(CTokenInputs)),
-        ("logits_cap", c_float),
-        ("adapters", c_int32),
-    )
-
-
-class CKVTable(Structure):
-    """csrc: KVTable."""
-
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride", "position_stride")),
-        *((name, c_int64) for name in ("layers", "heads", "dim")),
-    )
-
-    @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> CKVTable:
-        layers, _, heads, _, dim = keys.shape
-        return cls(keys.data_ptr(), values.data_ptr(), *keys.stride()[:4], layers, heads, dim)
-
-
-class CCache(Structure):
-    """csrc: Cache."""
-
-    _fields_ = (
-        ("tables", POINTER(CKVTable)),
-        ("table_count", c_int64),
-        ("rows", c_int64),
-        ("capacity", c_int64),
-        ("bf16", c_int32),
-        *((name, c_void_p) for name in ("state", "tail", "inputs", "base", "count")),
-        ("window", c_int64),
-        ("adapter_of", c_void_p),
-    )
-
-    @classmethod
-    def of(cls, cache: KVCache) -> CCache:
-        count = len(cache.shapes)
-        tables = (CKVTable * count)(*(CKVTable.of(*cache.tables[2 * i : 2 * i + 2]) for i in range(count)))
-        sizes = cache.rows, cache.positions, int(cache.keys.dtype == torch.bfloat16)
-        if not isinstance(cache, StatefulCache):
-            return cls(tables, count, *sizes, adapter_of=cache.adapter_of.data_ptr())
-        states = cache.states
-        places = [each.data_ptr() for each in (states.state, states.tail, states.inputs, states.base, states.count)]
-        return cls(tables, count, *sizes, *places, WINDOW, cache.adapter_of.data_ptr())
-
-
-class CEntries(Structure):
-    """csrc: Entries."""
-
-    _fields_ = (("starts", c_void_p), ("tokens", c_void_p), ("values", c_void_p))
-
-
-class CDrawRows(Structure):
-    """csrc: DrawRows."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("temperature", "seeds", "length", "deepest", "top_k", "top_p")),
-        *((name, c_void_p) for name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma")),
-        *((name, c_void_p) for name in ("presence", "frequency", "repetition", "text")),
-        ("text_stride", c_int64),
-        *((name, c_void_p) for name in ("prompt_length", "min_length")),
-        ("bias", CEntries),
-        ("stops", CEntries),
-        ("slots", c_void_p),
-    )
-
-
-class CDraw(Structure):
-    """csrc: DrawCall."""
-
-    _fields_ = (
-        ("by", CDrawRows),
-        *((name, c_void_p) for name in ("logits", "instead", "draft_tokens", "counts", "parents")),
-        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "draft_stride", "first")),
-        ("packed", c_int32),
-        ("purpose", c_uint32),
-    )
-
-
-class CLogprobs(Structure):
-    """csrc: LogprobCall."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "tokens", "accepted", "wanted", "counts")),
-        *((name, c_int64) for name in ("rows", "block", "stride", "vocabulary", "most")),
-        ("packed", c_int32),
-        *((name, c_void_p) for name in ("own", "ids", "values")),
-    )
-
-
-class CTextRows(Structure):
-    """csrc: TextRows."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("text", "length", "prompt_length", "limit", "stops")),
-        ("stop_count", c_int64),
-        ("text_stride", c_int64),
-    )
-
-    @classmethod
-    def of(cls, text: Tensor, length: Tensor, prompt_length: Tensor, limit: Tensor, stops: Tensor) -> CTextRows:
-        """The rows' text and limits, described by address. The tensors must keep their memory."""
-        places = (tensor.data_ptr() for tensor in (text, length, prompt_length, limit, stops))
-        return cls(*places, stops.shape[1], text.stride(0))
-
-
-class CKept(Structure):
-    """csrc: Kept."""
-
-    _fields_ = (("states", c_void_p), ("capacity", c_int64), ("bf16", c_int32))
-
-
-class CShortHead(Structure):
-    """csrc: ShortHead."""
-
-    _fields_ = (("head", CLinear), ("targets", c_void_p))
-
+from enum import IntEnum
 
 Callback = CFUNCTYPE(c_int32)
-
-
-class CDraft(Structure):
-    """csrc: DraftCall."""
-
-    _fields_ = (
-        ("by", CDrawRows),
-        ("text", c_void_p),
-        ("text_stride", c_int64),
-        ("kept", CKept),
-        ("rows", c_int64),
-        *((name, c_void_p) for name in ("slots", "start", "stop", "counts")),
-        ("draft_stride", c_int64),
-        *((name, c_void_p) for name in ("draft_tokens", "drawn", "chances", "probabilities", "logits", "instead")),
-        ("before_draw", Callback),
-        ("continue_drafting", Callback),
-        ("purpose", c_uint32),
-        ("width", c_int64),
-        ("parents", c_void_p),
-        ("ranks", c_void_p),
-        ("shortened", c_void_p),
-    )
-
-
-class CRound(Structure):
-    """csrc: RoundCall."""
-
-    _fields_ = (
-        ("by", CDrawRows),
-        ("text", CTextRows),
-        *((name, c_void_p) for name in ("slots", "draft_tokens", "counts", "parents")),
-        *((name, c_int64) for name in ("draft_stride", "rows", "block")),
-        *((name, c_void_p) for name in ("tokens", "accepted", "gained", "path", "hidden", "logits")),
-        ("room", c_int64),
-        ("purpose", c_uint32),
-        ("head", c_void_p),
-        ("kept", CKept),
-        ("taps", c_void_p),
-        ("tap_count", c_int64),
-        ("features", c_void_p),
-        *((name, c_void_p) for name in ("draft", "drafter", "draft_cache", "draft_seconds")),
-    )
 
 
 class Problem(c_char_p):
@@ -357,9 +21,347 @@ class NewObject(c_void_p):
     """The address of an object that the library made; null if there was no memory for it."""
 
 
+PANEL = 32
+INPUT_MULTIPLE = 64
+ROW_MULTIPLE = 16
+KEY_BLOCK = 256
+ACTIVATION_GROUP = 64
+ROUTER_PANEL = 16
+INT8_ZERO = 128
+MOST_TAPS = 8
+WALK_TOKENS = 64
+WIDEST_BLOCK = 64
+MAX_QUERIES = 64
+
+
+class Format(IntEnum):
+    """csrc: Format."""
+
+    INT8 = 0
+    BF16 = 1
+    INT4 = 2
+
+
+class Epilogue(IntEnum):
+    """csrc: Epilogue."""
+
+    STORE = 0
+    ADD = 1
+    SWIGLU = 2
+    GEGLU = 3
+    CLAMPED_SWIGLU = 4
+    SILU = 5
+    GELU = 6
+    CAP = 7
+
+
+class RecurrentKind(IntEnum):
+    """csrc: RecurrentKind."""
+
+    NOT_RECURRENT = 0
+    DELTA_NET = 1
+    SHORT_CONV = 2
+
+
+class Activation(IntEnum):
+    """csrc: Activation."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED_SILU = 2
+
+
+class Changed(IntEnum):
+    """csrc: Changed."""
+
+    CHANGED_QKV = 0
+    CHANGED_ATTENTION_OUT = 1
+    CHANGED_GATE_UP = 2
+    CHANGED_DOWN = 3
+    CHANGED_LAYERS = 4
+
+
+class Phase(IntEnum):
+    """csrc: Phase."""
+
+    EMBED = 0
+    PREPARE = 1
+    PRODUCTS = 2
+    ROTARY = 3
+    ATTENTION = 4
+    PHASES = 5
+
+
+class CLinear(Structure):
+    """csrc: Linear."""
+
+    _fields_ = (
+        ("weights", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32),
+        ("format", c_int32), ("group", c_int32),
+    )
+
+
+class CRecurrent(Structure):
+    """csrc: Recurrent."""
+
+    _fields_ = (
+        ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
+    )
+
+
+class CTokenInput(Structure):
+    """csrc: TokenInput."""
+
+    _fields_ = (
+        ("gate", CLinear), ("out", CLinear), ("norm", c_void_p),
+    )
+
+
+class CRouter(Structure):
+    """csrc: Router."""
+
+    _fields_ = (
+        ("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32),
+    )
+
+
+class CExpertsNorms(Structure):
+    """csrc: ExpertsNorms."""
+
+    _fields_ = (
+        ("router", c_void_p), ("before", c_void_p), ("after", c_void_p), ("shared_after", c_void_p),
+    )
+
+
+class CExperts(Structure):
+    """csrc: Experts."""
+
+    _fields_ = (
+        ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
+        ("used", c_int32), ("normalised", c_int32), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+    )
+
+
+class CLowRank(Structure):
+    """csrc: LowRank."""
+
+    _fields_ = (
+        ("down", CRouter), ("up", CRouter),
+    )
+
+
+class CLayer(Structure):
+    """csrc: Layer."""
+
+    _fields_ = (
+        ("qkv", CLinear), ("attention_out", CLinear), ("gate_up", CLinear), ("down", CLinear), ("input_norm", c_void_p),
+        ("post_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p), ("window", c_int64),
+        ("attention_out_norm", c_void_p), ("mlp_out_norm", c_void_p), ("cosine", c_void_p), ("sine", c_void_p),
+        ("rotary_half", c_int32), ("scale", c_float), ("norm_all", c_int32), ("activation", c_int32),
+        ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
+        ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("v_norm", c_void_p),
+        ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)), ("sinks", c_void_p),
+        ("changes", POINTER(CLowRank) * 4),
+    )
+
+
+class CFusion(Structure):
+    """csrc: Fusion."""
+
+    _fields_ = (
+        ("fuse", CLinear), ("tap_norms", c_void_p), ("joint_norm", c_void_p), ("hidden_norm", c_void_p),
+        ("targets", c_void_p), ("mask", c_void_p), ("mask_token", c_int64), ("vocabulary", c_int64),
+        ("tap_count", c_int32), ("target_width", c_int32), ("normed_residual", c_int32), ("normed_state", c_int32),
+        ("embedding_norm", c_void_p),
+    )
+
+
+class CRecurrentShape(Structure):
+    """csrc: RecurrentShape."""
+
+    _fields_ = (
+        ("kind", c_int32), ("taps", c_int32), ("channels", c_int32), ("gates", c_int32), ("state", c_int32),
+        ("key_heads", c_int32), ("value_heads", c_int32), ("key_dim", c_int32), ("value_dim", c_int32),
+    )
+
+
+class CTokenInputs(Structure):
+    """csrc: TokenInputs."""
+
+    _fields_ = (
+        ("table", CLinear), ("project", CLinear), ("norm", c_void_p), ("width", c_int32), ("table_scale", c_float),
+        ("project_scale", c_float), ("sum_scale", c_float),
+    )
+
+
+class CModelSpec(Structure):
+    """csrc: ModelSpec."""
+
+    _fields_ = (
+        ("layers", POINTER(CLayer)), ("head", CLinear), ("embedding", c_void_p), ("final_norm", c_void_p),
+        ("positions", c_int64), ("layer_count", c_int32), ("width", c_int32), ("epsilon", c_float),
+        ("embed_scale", c_float), ("tap_scale", c_float), ("fusion", POINTER(CFusion)), ("recurrent", CRecurrentShape),
+        ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("adapters", c_int32),
+    )
+
+
+class CKVTable(Structure):
+    """csrc: KVTable."""
+
+    _fields_ = (
+        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("row_stride", c_int64),
+        ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64), ("heads", c_int64),
+        ("dim", c_int64),
+    )
+
+
+class CCache(Structure):
+    """csrc: Cache."""
+
+    _fields_ = (
+        ("tables", POINTER(CKVTable)), ("table_count", c_int64), ("rows", c_int64), ("capacity", c_int64),
+        ("bf16", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
+        ("count", c_void_p), ("window", c_int64), ("adapter_of", c_void_p),
+    )
+
+
+class CPath(Structure):
+    """csrc: Path."""
+
+    _fields_ = (
+        ("from", c_int64), ("last", c_int64), ("slots", c_void_p),
+    )
+
+
+class CAttention(Structure):
+    """csrc: Attention."""
+
+    _fields_ = (
+        ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
+        ("positions", c_void_p), ("slots", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
+        ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
+        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("capacity", c_int64),
+        ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p),
+        ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
+    )
+
+
+class CRotary(Structure):
+    """csrc: Rotary."""
+
+    _fields_ = (
+        ("cosine", c_void_p), ("sine", c_void_p), ("half", c_int), ("positions", c_int64),
+    )
+
+
+class CKept(Structure):
+    """csrc: Kept."""
+
+    _fields_ = (
+        ("states", c_void_p), ("capacity", c_int64), ("bf16", c_int32),
+    )
+
+
+class CEntries(Structure):
+    """csrc: Entries."""
+
+    _fields_ = (
+        ("starts", c_void_p), ("tokens", c_void_p), ("values", c_void_p),
+    )
+
+
+class CDrawRows(Structure):
+    """csrc: DrawRows."""
+
+    _fields_ = (
+        ("temperature", c_void_p), ("seeds", c_void_p), ("length", c_void_p), ("deepest", c_void_p),
+        ("top_k", c_void_p), ("top_p", c_void_p), ("typical_p", c_void_p), ("epsilon_cutoff", c_void_p),
+        ("eta_cutoff", c_void_p), ("top_n_sigma", c_void_p), ("presence", c_void_p), ("frequency", c_void_p),
+        ("repetition", c_void_p), ("text", c_void_p), ("text_stride", c_int64), ("prompt_length", c_void_p),
+        ("min_length", c_void_p), ("bias", CEntries), ("stops", CEntries), ("slots", c_void_p),
+    )
+
+
+class CShortHead(Structure):
+    """csrc: ShortHead."""
+
+    _fields_ = (
+        ("head", CLinear), ("targets", c_void_p),
+    )
+
+
+class CDraftCall(Structure):
+    """csrc: DraftCall."""
+
+    _fields_ = (
+        ("by", CDrawRows), ("text", c_void_p), ("text_stride", c_int64), ("kept", CKept), ("rows", c_int64),
+        ("slots", c_void_p), ("start", c_void_p), ("stop", c_void_p), ("counts", c_void_p), ("draft_stride", c_int64),
+        ("draft_tokens", c_void_p), ("drawn", c_void_p), ("chances", c_void_p), ("probabilities", c_void_p),
+        ("logits", c_void_p), ("instead", c_void_p), ("before_draw", Callback), ("continue_drafting", Callback),
+        ("purpose", c_uint32), ("width", c_int64), ("parents", c_void_p), ("ranks", c_void_p),
+        ("shortened", POINTER(CShortHead)),
+    )
+
+
+class CRowSources(Structure):
+    """csrc: RowSources."""
+
+    _fields_ = (
+        ("references", c_void_p), ("siblings", c_void_p), ("number", c_int64), ("first", c_int64),
+    )
+
+
+class CDrawCall(Structure):
+    """csrc: DrawCall."""
+
+    _fields_ = (
+        ("by", CDrawRows), ("logits", c_void_p), ("instead", c_void_p), ("draft_tokens", c_void_p),
+        ("counts", c_void_p), ("parents", c_void_p), ("rows", c_int64), ("block", c_int64), ("stride", c_int64),
+        ("vocabulary", c_int64), ("draft_stride", c_int64), ("first", c_int64), ("packed", c_int32),
+        ("purpose", c_uint32),
+    )
+
+
+class CLogprobCall(Structure):
+    """csrc: LogprobCall."""
+
+    _fields_ = (
+        ("logits", c_void_p), ("tokens", c_void_p), ("accepted", c_void_p), ("wanted", c_void_p), ("counts", c_void_p),
+        ("rows", c_int64), ("block", c_int64), ("stride", c_int64), ("vocabulary", c_int64), ("most", c_int64),
+        ("packed", c_int32), ("own", c_void_p), ("ids", c_void_p), ("values", c_void_p),
+    )
+
+
+class CTextRows(Structure):
+    """csrc: TextRows."""
+
+    _fields_ = (
+        ("text", c_void_p), ("length", c_void_p), ("prompt_length", c_void_p), ("limit", c_void_p), ("stops", c_void_p),
+        ("stop_count", c_int64), ("text_stride", c_int64),
+    )
+
+
+class CRoundCall(Structure):
+    """csrc: RoundCall."""
+
+    _fields_ = (
+        ("by", CDrawRows), ("text", CTextRows), ("slots", c_void_p), ("draft_tokens", c_void_p), ("counts", c_void_p),
+        ("parents", c_void_p), ("draft_stride", c_int64), ("rows", c_int64), ("block", c_int64), ("tokens", c_void_p),
+        ("accepted", c_void_p), ("gained", c_void_p), ("path", c_void_p), ("hidden", c_void_p), ("logits", c_void_p),
+        ("room", c_int64), ("purpose", c_uint32), ("head", c_void_p), ("kept", CKept), ("taps", c_void_p),
+        ("tap_count", c_int64), ("features", c_void_p), ("draft", POINTER(CDraftCall)), ("drafter", c_void_p),
+        ("draft_cache", POINTER(CCache)), ("draft_seconds", c_void_p),
+    )
+
+
+STRUCTS: tuple[type[Structure], ...] = (
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLowRank, CLayer, CFusion, CRecurrentShape,
+    CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows, CShortHead,
+    CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "pl_abi_version": (c_int, ()),
-    "pl_source_hash": (c_char_p, ()),
+    "pl_interface": (c_char_p, ()),
+    "pl_layout": (c_void_p, ()),
     "pl_kernels": (c_void_p, (c_char_p,)),
     "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
@@ -369,28 +371,33 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
-    "pl_forward": (Problem, (*(c_void_p,) * 7, c_int, c_int, c_int, *(c_void_p,) * 3, c_int, *(c_void_p,) * 3)),
     "pl_experts_read": (c_int64, (c_void_p,)),
+    "pl_forward": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int,
+        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p)),
     "pl_logits": (Problem, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
-    "pl_copy_columns": (Problem, (*(c_void_p,) * 5, c_int64)),
-    "pl_keep_fused": (Problem, (*(c_void_p,) * 6, c_int)),
-    "pl_draft": (Problem, (c_void_p,) * 5),
-    "pl_texts_new": (NewObject, ()),
-    "pl_texts_free": (None, (c_void_p,)),
-    "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
-    "pl_lookup": (Problem, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 2, *(c_void_p,) * 4)),
-    "pl_lookup_all": (Problem, (*(c_void_p,) * 4, *(c_int64,) * 2, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 5)),
-    "pl_draw": (Problem, (c_void_p,) * 4),
-    "pl_accept": (Problem, (c_void_p,) * 8),
-    "pl_probabilities": (Problem, (c_void_p,) * 4),
-    "pl_round": (Problem, (c_void_p,) * 5),
-    "pl_gain": (None, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
-    "pl_likelihood": (Problem, (c_void_p,) * 5),
-    "pl_logprobs": (Problem, (c_void_p,) * 3),
-    "pl_linear": (Problem, (*(c_void_p,) * 4, c_int, c_int, c_void_p, c_size_t)),
-    "pl_quantise": (Problem, (c_void_p,) * 6),
+    "pl_linear": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_size_t)),
+    "pl_quantise": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p)),
     "pl_embed": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
     "pl_attend": (Problem, (c_void_p, c_void_p, c_void_p, c_int64, c_int)),
     "pl_read": (c_uint64, (c_void_p, c_void_p, c_size_t)),
+    "pl_source_hash": (c_char_p, ()),
+    "pl_copy_columns": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "pl_keep_fused": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "pl_draft": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_texts_new": (NewObject, ()),
+    "pl_texts_free": (None, (c_void_p,)),
+    "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
+    "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
+        c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_lookup_all": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
+        c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_draw": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_accept": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_probabilities": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_likelihood": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_logprobs": (Problem, (c_void_p, c_void_p, c_void_p)),
+    "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
+INTERFACE = "6efd111e98d84b21"

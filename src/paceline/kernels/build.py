@@ -157,6 +157,7 @@ def build(destination: Path = PACKAGE, sources: Path = SOURCES, extra: tuple[str
 
 
 def _build(cxx: str, destination: Path, sources: Path, extra: tuple[str, ...]) -> Path:
+    _run([sys.executable, str(sources / "bindings.py"), "--check"])
     machine = target(cxx)
     newer = machine == "x86_64" and _knows(cxx, _NEWER)
     files = files_for(machine, newer, sources)
@@ -190,10 +191,11 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Build in place; --sanitize builds for AddressSanitizer."""
+    """Build in place, after an update of what bindings.py writes; --sanitize builds for AddressSanitizer."""
     sanitize = "--sanitize" in sys.argv[1:]
     extra = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1") if sanitize else ()
     try:
+        _run([sys.executable, str(SOURCES / "bindings.py")])
         print(f"built {build(directory(), extra=extra)}")  # noqa: T201 (the command's answer)
     except BuildError as error:
         sys.exit(f"paceline's kernels were not built: {error}")

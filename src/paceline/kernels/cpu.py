@@ -14,8 +14,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paceline.core.ops import Accepted, DrawInputs, DrawRows, Entries, Gained, TextRows, evenly_spaced
+from paceline.core.values import (
+    Accepted,
+    DrawInputs,
+    DrawRows,
+    Entries,
+    Gained,
+    LogprobTensors,
+    TextRows,
+    evenly_spaced,
+)
 from paceline.kernels import abi, native
+from paceline.kernels.structs import address, text_rows
 
 
 @cache
@@ -66,11 +76,11 @@ class CpuOps:
         own = None if scored is None else torch.zeros(places.rows, places.block, dtype=torch.float32)
         call, _alive = _call(places, purpose)
         given = ctypes.addressof(call), tokens.data_ptr(), accepted.data_ptr()
-        optional = (abi.address(tensor) for tensor in (path, scored, own))
+        optional = (address(tensor) for tensor in (path, scored, own))
         self._library.pl_accept(self._handle, self._pool, *given, *optional)
-        return Accepted(tokens, accepted, path, own)
+        return Accepted(tokens, accepted, path, None if own is None else LogprobTensors.alone(own))
 
-    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, gained: Gained, wanted: Sequence[int]) -> LogprobTensors:
         logits = evenly_spaced(logits)
         rows, block = gained.tokens.shape
         vocabulary = logits.shape[-1]
@@ -78,10 +88,11 @@ class CpuOps:
         own, values = (torch.zeros(shape, dtype=torch.float32) for shape in ((rows, block), (rows, block, most)))
         ids = torch.zeros(rows, block, most, dtype=torch.int64)
         counts = torch.tensor([min(count, vocabulary) for count in wanted])
-        inputs = [tensor.contiguous() for tensor in (gained.tokens, gained.accepted, counts, gained.counts)]
-        call = abi.CLogprobs(
-            logits.data_ptr(),
-            *(tensor.data_ptr() for tensor in inputs),
+        inputs = {"tokens": gained.tokens, "accepted": gained.accepted, "wanted": counts, "counts": gained.counts}
+        inputs = {name: tensor.contiguous() for name, tensor in inputs.items()}
+        call = abi.CLogprobCall(
+            logits=logits.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in inputs.items()},
             rows=rows,
             block=block,
             stride=logits.stride(-2),
@@ -93,29 +104,29 @@ class CpuOps:
             values=values.data_ptr(),
         )
         self._library.pl_logprobs(self._handle, self._pool, ctypes.addressof(call))
-        return own, ids, values
+        return LogprobTensors(own, ids, values)
 
-    def gain(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
+    def commit(self, rows: TextRows, slots: Tensor, tokens: Tensor, accepted: Tensor) -> list[int]:
         tokens, accepted, gained = tokens.contiguous(), accepted.contiguous(), torch.empty_like(accepted)
         count, block = tokens.shape
-        text = abi.CTextRows.of(*rows)
+        text = text_rows(*rows)
         given = tokens.data_ptr(), block, accepted.data_ptr(), count, gained.data_ptr()
         self._library.pl_gain(ctypes.addressof(text), slots.data_ptr(), *given)
         numbers: list[int] = gained.tolist()
         return numbers
 
 
-def _call(places: DrawInputs, purpose: int = 0) -> tuple[abi.CDraw, Tensor | None]:
+def _call(places: DrawInputs, purpose: int = 0) -> tuple[abi.CDrawCall, Tensor | None]:
     """The C arguments for these places, and a tensor that must outlive the call."""
     instead = places.masked_logits
     addresses = None if instead is None else torch.tensor([0 if t is None else t.data_ptr() for t in instead])
-    call = abi.CDraw(
-        described(places.draw_rows),
-        places.logits.data_ptr(),
-        abi.address(addresses),
-        abi.address(places.draft),
-        abi.address(places.counts),
-        abi.address(places.parents),
+    call = abi.CDrawCall(
+        by=described(places.draw_rows),
+        logits=places.logits.data_ptr(),
+        instead=address(addresses),
+        draft_tokens=address(places.draft),
+        counts=address(places.counts),
+        parents=address(places.parents),
         rows=places.rows,
         block=places.block,
         stride=places.logits.stride(-2),
@@ -141,12 +152,15 @@ def described(rows: DrawRows) -> abi.CDrawRows:
 
 def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
     """The C description, and a tensor that must live as long."""
-    made = abi.CDrawRows(rows.temperature.data_ptr(), rows.seeds.data_ptr(), rows.positions.data_ptr())
+    made = abi.CDrawRows(
+        temperature=rows.temperature.data_ptr(), seeds=rows.seeds.data_ptr(), length=rows.positions.data_ptr()
+    )
     deepest = None if rows.cuts is None else -rows.cuts.floor
     if rows.cuts is not None:
-        made.deepest, made.top_k, made.top_p = (abi.address(t) for t in (deepest, rows.cuts.top_k, rows.cuts.top_p))
+        made.deepest, made.top_k, made.top_p = (address(t) for t in (deepest, rows.cuts.top_k, rows.cuts.top_p))
     if rows.truncation is not None:
-        made.typical_p, made.epsilon_cutoff, made.eta_cutoff, made.top_n_sigma = map(abi.address, rows.truncation)
+        for name, cutoffs in rows.truncation._asdict().items():
+            setattr(made, name, cutoffs.data_ptr())
     if rows.penalties is not None:
         made.presence, made.frequency, made.repetition, made.text, made.prompt_length = (
             tensor.data_ptr() for tensor in rows.penalties
@@ -156,9 +170,9 @@ def _describe(rows: DrawRows) -> tuple[abi.CDrawRows, Tensor | None]:
         made.min_length, made.stops = rows.minimum.length.data_ptr(), _entries(rows.minimum.stops)
     if rows.bias is not None:
         made.bias = _entries(rows.bias)
-    made.slots = abi.address(rows.slots)
+    made.slots = address(rows.slots)
     return made, deepest
 
 
 def _entries(entries: Entries) -> abi.CEntries:
-    return abi.CEntries(*(tensor.data_ptr() for tensor in entries))
+    return abi.CEntries(**{name: tensor.data_ptr() for name, tensor in entries._asdict().items()})

@@ -1,7 +1,7 @@
 """The extension, loaded with ctypes.
 
 ``PACELINE_KERNELS`` chooses the instruction set: ``auto`` (the default: the best that this CPU has), one of ``SETS``,
-    ``avx512`` (the best with AVX-512), or ``off`` (the plain torch reference). An unavailable choice is an error, never
+    ``avx512`` (the best with AVX-512), or ``off`` (models run in torch). An unavailable choice is an error, never
     replaced. The sets of ``EMULATED`` run the kernels for AMX with tiles in memory, and those for AVX-VNNI with
     AVX-512's instruction: for tests where the CPU lacks them.
 """
@@ -23,21 +23,22 @@ import torch
 from torch import Tensor
 
 from paceline.core.nodes import Nodes
-from paceline.errors import ParameterError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import build
 from paceline.kernels.abi import (
-    ABI_VERSION,
+    INTERFACE,
     SIGNATURES,
+    STRUCTS,
     CCache,
-    CDraft,
+    CDraftCall,
     CKept,
     CLinear,
-    CModel,
-    CRound,
+    CModelSpec,
+    CRoundCall,
     NewObject,
     Problem,
-    address,
 )
+from paceline.kernels.structs import address
 
 _log = logging.getLogger("paceline.kernels")
 
@@ -80,7 +81,7 @@ def _load() -> ctypes.CDLL | str:
         return f"the C++ extension is not built ({build.how_to_build()})"
     loaded = _open(path)
     if isinstance(loaded, str):
-        _log.warning("%s; models run on the plain torch implementation, many times slower", loaded)
+        _log.warning("%s; models run in torch, many times slower", loaded)
     return loaded
 
 
@@ -100,9 +101,22 @@ def _open(path: Path) -> ctypes.CDLL | str:
             function.errcheck = _READERS[result]
     here = build.source_hash()
     built_from = library.pl_source_hash().decode()
-    if library.pl_abi_version() != ABI_VERSION or (here and here != built_from):
+    if library.pl_interface().decode() != INTERFACE or (here and here != built_from):
         return _STALE
+    if field := _misplaced(library.pl_layout()):
+        return f"the C++ extension has {field} elsewhere than kernels/abi.py ({build.how_to_build()})"
     return library
+
+
+def _misplaced(layout: int) -> str | None:
+    """The first struct or field whose size or offset differs from those at ``layout``, which the compiler noted."""
+    expected: dict[str, int] = {}
+    for struct in STRUCTS:
+        expected[struct.__name__] = ctypes.sizeof(struct)
+        names = sorted(field[0] for field in struct._fields_)
+        expected |= {f"{struct.__name__}.{name}": getattr(struct, name).offset for name in names}
+    compiled = (ctypes.c_int32 * len(expected)).from_address(layout)
+    return next((name for name, here in zip(expected, compiled, strict=True) if expected[name] != here), None)
 
 
 def _problem(returned: Problem, *_: object) -> str | None:
@@ -147,7 +161,7 @@ def emulated() -> tuple[Kernels, ...]:
 
 
 def select(choice: str | None = None) -> Kernels | None:
-    """The kernels for ``choice`` (default: PACELINE_KERNELS); None: run the plain torch reference.
+    """The kernels for ``choice`` (default: PACELINE_KERNELS); None: models run in torch.
 
     Raises ParameterError if the choice is unknown or not available here.
     """
@@ -160,6 +174,14 @@ def select(choice: str | None = None) -> Kernels | None:
     if choice in ("auto", "off"):
         return None
     raise ParameterError(VARIABLE, choice, f"not available here; available: {_describe_available()}")
+
+
+def required() -> Kernels:
+    """The kernels that PACELINE_KERNELS selects. Raises ModelFormatError if there are none."""
+    kernels = select()
+    if kernels is None:
+        raise ModelFormatError(f"the CPU kernels are not available: {why_off()}")
+    return kernels
 
 
 def why_not(name: str) -> str:
@@ -189,6 +211,11 @@ def why_none() -> str:
     if isinstance(library, str):
         return library
     return "" if available() else f"this CPU has none of {', '.join(SETS)}"
+
+
+def why_off() -> str:
+    """Why ``select()`` returns None."""
+    return why_none() or f"{VARIABLE} is off"
 
 
 def _describe_available() -> str:
@@ -282,7 +309,7 @@ class NativeDecoder:
     Every method that runs the library raises MemoryError if that finds no memory; the decoder can be used again.
     """
 
-    def __init__(self, kernels: Kernels, model: CModel, keep: object, threads: int) -> None:
+    def __init__(self, kernels: Kernels, model: CModelSpec, keep: object, threads: int) -> None:
         self.kernels, self._model, self._keep = kernels, model, keep
         self._library, self._threads = kernels.library, threads
         self._handle = kernels.library.pl_model_new(ctypes.addressof(model), kernels.handle)
@@ -318,7 +345,7 @@ class NativeDecoder:
         problem: str | None = self._library.pl_forward(self._handle, self._pool, *given)
         return problem
 
-    def round(self, call: CRound, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
+    def round(self, call: CRoundCall, cache: CCache, seconds: Tensor | None, threads: int | None) -> str | None:
         """Verify, accept, commit; returns an error message about the input, or None."""
         given = ctypes.addressof(call), ctypes.addressof(cache), address(seconds)
         pool = current_pool(self.kernels, threads or self._threads).handle
@@ -335,7 +362,7 @@ class NativeDecoder:
         where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
         self._library.pl_keep_fused(self._handle, self._pool, ctypes.addressof(kept), *where)
 
-    def draft(self, call: CDraft, cache: CCache) -> str | None:
+    def draft(self, call: CDraftCall, cache: CCache) -> str | None:
         """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or
         None.
         """

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.kernels.abi import INPUT_MULTIPLE, INT8_ZERO, PANEL, ROUTER_PANEL
+
 Format = Literal["int8", "bf16", "int4"]
 Take: TypeAlias = Callable[[int], Tensor]
 """Allocates a number of bytes; returns uint8."""
 
 # Raise it whenever a checkpoint's packed bytes change, by rounding or by order: files of packed weights depend on it.
 LAYOUT_VERSION = 2
-PANEL = 32  # output columns packed together
-INPUT_MULTIPLE = 64
-ROUTER_PANEL = 16  # experts scored together
 INT4_GROUP = 32
 _AT_ONCE = 1 << 20  # weights rounded and packed at a time, so that intermediate results stay in the cache
 
@@ -213,7 +212,7 @@ def _panels(weight: Weight, inputs: int) -> Tensor:
     columns = round_up(outputs, PANEL)
     values = pad(weight.values, (0, inputs - stored, 0, columns - outputs))
     if isinstance(weight, Int8Weight):
-        return _by_panels((values.to(torch.int16) + 128).to(torch.uint8).view(torch.int32))
+        return _by_panels((values.to(torch.int16) + INT8_ZERO).to(torch.uint8).view(torch.int32))
     if isinstance(weight, Bf16Weight):
         return _by_panels(values.contiguous().view(torch.int32))
     return _pack_int4(values, weight, columns, inputs)

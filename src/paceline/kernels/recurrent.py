@@ -9,38 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.recurrent_state import RecurrentStates, RowsPass, SlotPass
+from paceline.core.recurrent_state import RowsPass
 from paceline.kernels.spec import RecurrentMixer
-
-
-def run_slot(states: RecurrentStates, layer: int, mixer: RecurrentMixer, part: SlotPass, inputs: Tensor) -> Tensor:
-    """Run the nodes of one slot through a layer -> outputs [n, ...]. inputs [n, input_width]: their own.
-
-    Applies the inputs of the slot's last pass first, and stores the state after the certain nodes.
-    """
-    slot = part.slot
-    state, tail = states.state[layer, slot], states.tail[layer, slot]
-    if part.start == 0:
-        state, tail = torch.zeros_like(state), torch.zeros_like(tail)
-    after = state, tail
-    for earlier in states.inputs[layer, slot, : part.applied].clone():
-        after = _append(mixer, after, earlier)[1]
-    certain = after
-    reached = {-1: after}  # after the text, then after the nodes that others may follow
-    outputs = []
-    for node, (parent, own) in enumerate(zip(part.parents, inputs, strict=True)):
-        output, after = _append(mixer, reached[parent], own)
-        if node < part.certain:
-            del reached[parent]  # a chain: a long text's states would take gigabytes
-        reached[node] = after
-        outputs.append(output)
-        if node + 1 == part.certain:
-            certain = after
-    states.state[layer, slot], states.tail[layer, slot] = certain
-    kept = inputs[part.certain :]
-    states.inputs[layer, slot, : len(kept)] = kept
-    return torch.stack(outputs)
-
 
 _State: TypeAlias = tuple[Tensor, Tensor]  # of one slot or of several: state and tail
 
@@ -48,7 +18,8 @@ _State: TypeAlias = tuple[Tensor, Tensor]  # of one slot or of several: state an
 def run_rows(part: RowsPass, layer: int, mixer: RecurrentMixer, inputs: Tensor) -> Tensor:
     """Run a padded pass through a layer -> outputs [B, L, ...]. inputs [B, L, input_width]: the nodes' own.
 
-    It is ``run_slot`` for all rows at once, without a read by the host. Outputs of padding are undefined.
+    Applies the inputs of the slots' last passes first, and stores the states after the certain nodes, without a read by
+    the host. Outputs of padding are undefined.
     """
     states, slots, parents = part.states, part.slots, part.parents
     append = torch.vmap(partial(_append, mixer))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.cache import KVHeads
@@ -81,6 +82,12 @@ class Rotary:
 
     inverse_frequencies: tuple[float, ...]
     scaling: float = 1.0
+
+    def table(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [positions, n] at every position, float32."""
+        frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32)
+        angles = torch.arange(positions)[:, None] * frequencies
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]

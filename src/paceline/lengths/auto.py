@@ -37,16 +37,16 @@ EAGLE-2 (2406.16858) stop by the drafter's confidence; SmartSpec (2406.14066) ma
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import accumulate
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import PerRow, RowKeeper, RowKeepers
+from paceline.lengths.auto_round import NOTHING_MISSING, AutoRound, Missing
 from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, UnreadPrompt
+from paceline.lengths.by_position import DEPTHS, LengthsByPosition
 from paceline.lengths.cost import CostModel, RoundTimes
 from paceline.lengths.scores import LONGEST_AUTO, SLOW_FADE, bins_of, bins_of_draft
 from paceline.lengths.sources import CREDIT, CREDIT_SHARE, FIRST_DRAFT, PRIOR_ROUNDS, DraftSource
@@ -54,65 +54,6 @@ from paceline.models.decoding.draft_decoder import DraftDecoder
 
 SEARCH_GAIN = 0.2  # tokens per row that a search for n-gram drafts is assumed to gain, before the first
 HURRY = 16.0  # rounds that a row must be behind the last one, in a draining batch, for its tokens to count 1 / e
-# Where one length serves all rows, these: a GPU captures each for each number of rows. They lose at most 1 % of the
-# speed of all 16; 1, 2, 4, 8, 16 would lose up to 2.7 % (docs/log.md).
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-
-
-class Missing(NamedTuple):
-    """Tokens that the draft model has to read before a draft, beyond the one that every draft reads.
-
-    by_row: [B]. total: of all rows, less what samples of one request share, which is read once.
-    """
-
-    by_row: list[int]
-    total: int
-
-
-NOTHING_MISSING = Missing([], 0)
-
-
-@dataclass
-class AutoRound:
-    """What was planned for a round, and what was drafted in it.
-
-    rows, context, slots: number of rows, length of the longest and slot of each, when the round was chosen.
-    kind, times: how its rows are sampled, and predicted times. weights: w of each row, [B].
-    sources: of each row's draft tokens, [B]; None: no draft tokens. price: of time, in tokens per millisecond.
-    feed_ms: for reading what the draft model has missed. on_credit: whether the source seems not to pay.
-    k: draft tokens planned per row. passes: of the draft model.
-    ngrams: expected tokens of the n-gram drafts, row by row. expected: accepted tokens that are expected of them.
-    drafts: all drafts that the policy saw, with their sources and the bins of those rows that had this source.
-    """
-
-    batch: Batch
-    kind: tuple[bool, bool]
-    times: RoundTimes
-    weights: list[float]
-    sources: list[DraftSource | None]
-    price: float = 0.0
-    feed_ms: float = 0.0
-    on_credit: bool = False
-    k: int = 0
-    passes: int = 0
-    ngrams: list[list[float]] = field(default_factory=list)
-    expected: float = 0.0
-    drafts: list[tuple[DraftSource, Draft, list[list[int]]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rows, self.context, self.slots = self.batch.rows, self.batch.longest, self.batch.slots
-
-    @property
-    def plain_rounds_left(self) -> float:
-        """Plain rounds until the last row is expected to end."""
-        batch = self.batch
-        allowed = max(limit - length for limit, length in zip(batch.limits, batch.lengths, strict=True))
-        seconds = max(batch.deadlines) - time.monotonic()
-        return min(allowed, batch.expected_tokens, 1000 * seconds / self.times.plain)
-
-    def rows_of(self, source: DraftSource) -> int:
-        """Number of rows whose draft tokens are of this source."""
-        return self.sources.count(source)
 
 
 class AutoLength(RowKeepers, LengthPolicy):
@@ -144,6 +85,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         self.model_drafts = DraftSource(self._assumed_speed, self._plain_ms)
         self.ngram_drafts = DraftSource(lambda _rows: 1 + SEARCH_GAIN, self._plain_ms)
         self._searches = ranks and (copies or not decoders)
+        self._by_position = LengthsByPosition(costs, self.model_drafts, device)
         self._sources = [self.model_drafts] if decoders or not ranks else []
         self._sources += [self.ngram_drafts] if self._searches else []
         self._paces: PerRow[tuple[float, float]] = PerRow()  # recent tokens and rounds
@@ -151,7 +93,6 @@ class AutoLength(RowKeepers, LengthPolicy):
         self._search_ms = 0.0  # of the last search for n-gram drafts
         self._checked = False  # whether the last round was a plain one for the sake of its time
         self._undrafted = 0  # rounds since the draft model's last
-        self._missed_ms = 0.0  # what a better length that is not captured would have saved since the last capture
         self._round: AutoRound  # the last that was chosen
 
     @classmethod
@@ -293,10 +234,9 @@ class AutoLength(RowKeepers, LengthPolicy):
             return SpeculationPlan(LONGEST_AUTO, fallback=lambda batch, _draft: [0] * batch.rows, note=round_)
         self._undrafted = 0
         if not self._ranks:
-            round_.k = round_.passes = 1 if round_.on_credit else self._best_length(round_)
-            plan = SpeculationPlan(round_.k, note=round_).within(round_.batch)
-            if plan.k < round_.k:  # near the rows' ends
-                round_.k = round_.passes = max((k for k in self._captured_lengths() if k <= plan.k), default=0)
+            best = 1 if round_.on_credit else self._by_position.best(round_)
+            plan = SpeculationPlan(best, note=round_).within(round_.batch)
+            round_.k = round_.passes = best if plan.k == best else self._by_position.at_most(plan.k)
             return replace(plan, k=round_.k)
         if round_.on_credit:
             round_.k = 1 if len(rows) > 1 else FIRST_DRAFT
@@ -306,39 +246,6 @@ class AutoLength(RowKeepers, LengthPolicy):
         if not self._searches:
             return SpeculationPlan(round_.k, None, self._stop_drafting, note=round_)
         return SpeculationPlan(LONGEST_AUTO, None, self._stop_drafting, self._fallback, round_)
-
-    def _best_length(self, round_: AutoRound) -> int:
-        """The best number of draft tokens per row, by position alone; at least 1.
-
-        A length that is not captured is used once it would have saved, since the last capture, as much time as a
-        capture takes. Captures therefore cost at most what they could have saved.
-        """
-        bins = [bins_of(min(LONGEST_AUTO, most)) for most in round_.batch.max_draft_tokens]
-        lines = map(self.model_drafts.calibration.survivals, round_.slots, bins)
-        tokens = list(accumulate(map(sum, zip_longest(*lines, fillvalue=0.0))))
-        values = {
-            k: tokens[k - 1]
-            - round_.price * (round_.times.extra(round_.rows * k) + self.costs.draft_ms(round_.rows, k))
-            for k in DEPTHS
-            if k <= len(tokens)
-        }
-        best = max(values, key=values.__getitem__, default=1)
-        captured = [k for k in self._captured_lengths() if k in values]
-        if self._device is None or best in captured or not captured:
-            return best
-        second = max(captured, key=values.__getitem__)
-        self._missed_ms += (values[best] - values[second]) / round_.price
-        if self._missed_ms < self._device.capture_ms:
-            return second
-        self._missed_ms = 0.0
-        return best
-
-    def _captured_lengths(self) -> Sequence[int]:
-        """The lengths that need no capture first; all of them if there is none with draft tokens."""
-        if self._device is None:
-            return self.possible_lengths
-        captured = [k for k in self.possible_lengths if self._device.is_captured(k)]
-        return captured if any(captured) else self.possible_lengths
 
     # --- during the round ------------------------------------------------------------
 
@@ -359,6 +266,13 @@ class AutoLength(RowKeepers, LengthPolicy):
             gains.append(survivals if factor == 1 else [factor * survival for survival in survivals])
         return gains
 
+    def _gains_of(
+        self, round_: AutoRound, source: DraftSource, draft: Draft, bins: list[list[int]]
+    ) -> list[list[float]]:
+        """Note a draft that the policy has seen. Returns the expected tokens of each draft token, row by row."""
+        round_.drafts.append((source, draft, bins))
+        return self._gains(round_, source, bins, draft.parents)
+
     def _fallback(self, batch: Batch, draft: Draft) -> list[int]:
         """Draft tokens to request from the draft model in each row; 0 where the n-gram draft has the higher value.
 
@@ -367,11 +281,8 @@ class AutoLength(RowKeepers, LengthPolicy):
         it if that saves more.
         """
         round_, model, rows = self._round, self.model_drafts, self._round.rows
-        bins = bins_of_draft(draft)
-        round_.drafts.append((self.ngram_drafts, draft, bins))
-        round_.ngrams = [
-            sorted(line, reverse=True) for line in self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
-        ]
+        gains = self._gains_of(round_, self.ngram_drafts, draft, bins_of_draft(draft))
+        round_.ngrams = [sorted(line, reverse=True) for line in gains]
         price = self._ngram_price(round_)
         _, counts = round_.times.best(round_.ngrams, price, batch.deadlines, self._max_ms(round_))
         step_ms = round_.times.extra(sum(counts)) / max(1, sum(counts))
@@ -445,21 +356,16 @@ class AutoLength(RowKeepers, LengthPolicy):
             round_.sources = [self.model_drafts] * round_.rows
         model_rows, gains, bins = round_.rows_of(self.model_drafts), round_.ngrams, bins_of_draft(draft)
         if model_rows:
-            own = [
-                line if source is self.model_drafts else [] for line, source in zip(bins, round_.sources, strict=True)
-            ]
-            round_.drafts.append((self.model_drafts, draft, own))
-            of_model = self._gains(round_, self.model_drafts, own, draft.host_parents)
-            gains = [
-                mine if source is self.model_drafts else other
-                for mine, other, source in zip(of_model, gains or of_model, round_.sources, strict=True)
-            ]
+            by_model = [source is self.model_drafts for source in round_.sources]
+            model_bins = [line if own else [] for line, own in zip(bins, by_model, strict=True)]
+            model_gains = self._gains_of(round_, self.model_drafts, draft, model_bins)
+            rows = zip(model_gains, gains or model_gains, by_model, strict=True)
+            gains = [mine if own else other for mine, other, own in rows]
         elif not gains:
-            round_.drafts.append((self.ngram_drafts, draft, bins))
-            gains = self._gains(round_, self.ngram_drafts, bins, draft.host_parents)
+            gains = self._gains_of(round_, self.ngram_drafts, draft, bins)
         if draft.probabilities is not None or (round_.on_credit and model_rows):
             return draft.first(draft.drafted)
-        if draft.host_parents is not None:
+        if draft.parents is not None:
             orders = [sorted(range(len(line)), key=line.__getitem__, reverse=True) for line in gains]
             draft = draft.ordered(orders)
         gains = [sorted(line, reverse=True) for line in gains]
@@ -479,16 +385,16 @@ class AutoLength(RowKeepers, LengthPolicy):
         round_, timing = verdict.note, verdict.timing
         if not isinstance(round_, AutoRound):
             return
-        drafted = verdict.host.drafted if self._ranks else [round_.k] * round_.rows
+        drafted = verdict.drafted if self._ranks else [round_.k] * round_.rows
         model_rows = round_.rows_of(self.model_drafts)
         if timing:
             self.costs.observe(round_.rows, sum(drafted), round_.context, timing.verify_ms, round_.kind)
             if round_.passes and model_rows and self._ranks:
                 self.costs.observe_draft(model_rows, round_.passes, timing.draft_ms - round_.feed_ms)
         accepted = _accepted_by_slot(batch, verdict)
-        for slot, kept in accepted.items():
+        for slot, count in accepted.items():
             tokens, rounds = self._paces.get(slot, (PRIOR_ROUNDS, PRIOR_ROUNDS))
-            tokens, rounds = (tokens - PRIOR_ROUNDS) * SLOW_FADE + kept + 1, (rounds - PRIOR_ROUNDS) * SLOW_FADE + 1
+            tokens, rounds = (tokens - PRIOR_ROUNDS) * SLOW_FADE + count + 1, (rounds - PRIOR_ROUNDS) * SLOW_FADE + 1
             self._paces[slot] = PRIOR_ROUNDS + tokens, PRIOR_ROUNDS + rounds
         spent = self._learn_speeds(round_, drafted, accepted, timing)
         for source in self._sources:
@@ -506,12 +412,13 @@ class AutoLength(RowKeepers, LengthPolicy):
         times, spent = self.costs.times(round_.rows, round_.context, round_.kind), 0.0
         for source in {source for source in round_.sources if source}:
             rows = [row for row, each in enumerate(round_.sources) if each is source]
-            kept = {row: accepted[slot] for row in rows if (slot := round_.slots[row]) in accepted}
-            shares = {row: round_.weights[row] ** 2 for row in kept}  # the last row to end decides when a batch does
-            gained = sum(shares[row] * count for row, count in kept.items()) / (sum(shares.values()) or 1.0)
+            accepted_by_row = {row: accepted[slot] for row in rows if (slot := round_.slots[row]) in accepted}
+            # Squares: the last row to end decides when a batch does.
+            shares = {row: round_.weights[row] ** 2 for row in accepted_by_row}
+            gained = sum(shares[row] * count for row, count in accepted_by_row.items()) / (sum(shares.values()) or 1.0)
             drafts = sum(drafted[row] for row in rows)
             if source is self.ngram_drafts:
-                source.learn_trust(round_.expected / source.trust, sum(kept.values()))
+                source.learn_trust(round_.expected / source.trust, sum(accepted_by_row.values()))
             if source is self.model_drafts or len(rows) == round_.rows:
                 verify_ms = times.ms_of(round(drafts * round_.rows / len(rows)))
                 drafting_ms = self._drafting_ms(round_, source, round_.rows, timing)
@@ -539,13 +446,13 @@ class AutoLength(RowKeepers, LengthPolicy):
             source.learn_draft(draft, bins, verdict, slots)
         if not self._ranks and round_.k:
             judged = [
-                [(bin_, place < kept) for place, bin_ in enumerate(bins_of(min(kept + 1, depth)))]
-                for kept, depth in zip(verdict.host.accepted, verdict.host.depths, strict=True)
+                [(bin_, place < count) for place, bin_ in enumerate(bins_of(min(count + 1, depth)))]
+                for count, depth in zip(verdict.accepted, verdict.depths, strict=True)
             ]
             self.model_drafts.learn(judged, slots)
 
 
 def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:
     """Accepted draft tokens of each row in the round. On a device, rows that have joined since have no tokens in it."""
-    rows = zip(batch.slots, verdict.host.accepted, verdict.host.tokens, strict=True)
+    rows = zip(batch.slots, verdict.accepted, verdict.tokens, strict=True)
     return {slot: accepted for slot, accepted, tokens in rows if tokens}

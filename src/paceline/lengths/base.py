@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, SpeculationPlan
@@ -49,19 +49,6 @@ class LengthPolicy(RowKeeper):
     needs_profile = False
     reads_profile = False
     max_draft_tokens = MAX_SPECULATION_LENGTH
-    retired: ClassVar[Mapping[str, str]] = {
-        **RowKeeper.retired,
-        "lost": "rounds whose rows have all ended are not observed",
-        "selects": "a policy that overrides select sees all drafts",
-        "times": "read Verdict.timing in observe; rounds on a device are not timed",
-    }
-
-    def __init_subclass__(cls) -> None:
-        """Accept former names of attributes, from policies written for earlier versions."""
-        super().__init_subclass__()
-        for former, name in (("most_guesses", "max_draft_tokens"), ("hopeful", "expects_to_draft")):
-            if former in vars(cls):
-                setattr(cls, name, vars(cls)[former])
 
     @classmethod
     def build(cls, inputs: PolicyInputs, /) -> LengthPolicy:  # noqa: ARG003
@@ -136,8 +123,8 @@ class BassLength(LengthPolicy):
         return self.k
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
-        if max(verdict.host.drafted) > 0:  # rounds without draft tokens are no evidence
-            self.update(verdict.host.accepted, max(verdict.host.drafted))
+        if max(verdict.drafted) > 0:  # rounds without draft tokens are no evidence
+            self.update(verdict.accepted, max(verdict.drafted))
 
     def update(self, accepted: list[int], drafted: int) -> None:
         """One step of Algorithm 1.

@@ -15,11 +15,11 @@ from paceline.core.acceptance import AcceptanceRule
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
 from paceline.lengths.cost import CostTable, interpolate
-from paceline.models.base import CountsExperts
 from paceline.models.decoding.decoder import Decoder
 
 ProgressBar = Callable[[Sequence["TimedRun"]], Iterable["TimedRun"]]
@@ -96,7 +96,7 @@ def implausible(points: Mapping[tuple[int, int], TimedRun]) -> list[TimedRun]:
 
 
 class RoundRunner(Protocol):
-    """Runs whole rounds on a batch of its own (``device_round.DeviceRound``)."""
+    """Runs whole rounds on a batch of its own (``rounds.program.DeviceRound``)."""
 
     batch: Batch
 
@@ -106,7 +106,7 @@ class RoundRunner(Protocol):
 
 
 class VerifyingRound(Protocol):
-    """Verifies, accepts and commits in one call (``native_round.NativeRound``)."""
+    """Verifies, accepts and commits in one call (``rounds.kernels.NativeRound``)."""
 
     def run(self, draft: Draft) -> Verdict: ...
 
@@ -140,13 +140,9 @@ class Calibration:
         few, short = min(CONTEXT_ROWS, rows), self.context + self._beyond
         spare = room.max_positions(few, positions, beside=(rows - few) * room.bytes_for(short))
         self.long_context = max(self.context, min(LONG_CONTEXT, positions - self._beyond, spare - self._beyond))
-        self.batch = runner.batch if runner else self._new_batch(rows)
+        device = target.model.device
+        self.batch = runner.batch if runner else Batch(rows, positions, target.vocab_size, device, cpu_ops(device))
         self._kernels = None if runner else natively(self.batch)
-        self._weight_bytes: dict[tuple[int, int], float] = {}  # read by a round, by rows and draft tokens per row
-
-    def _new_batch(self, rows: int) -> Batch:
-        device = self.target.model.device
-        return Batch(rows, self.target.cache.positions, self.target.vocab_size, device, cpu_ops(device))
 
     def run(self, progress: ProgressBar = iter) -> CostTable:
         """Measure the table. progress: may wrap the runs in a progress bar."""
@@ -185,19 +181,18 @@ class Calibration:
         self._clear()
         steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
-        read = {n: max(0.0, point.ms - feed[0].ms) for n, point in feed.items() if n > 0}
+        feed_ms = {n: max(0.0, point.ms - feed[0].ms) for n, point in feed.items() if n > 0}
         return CostTable(
             batch_sizes=sizes,
             lengths=lengths,
             context=self.context,
             verify=self._verify_table({place: point.ms for place, point in verify.items()}),
-            weight_bytes=self._verify_table(self._weight_bytes) if self._weight_bytes else (),
             draft_once=tuple(max(0.0, draft[b, few].ms - step) for b, step in zip(sizes, steps, strict=True)),
             draft_step=tuple(steps),
             context_once=once,
             context_token=token,
-            feed_tokens=tuple(read) or (1,),
-            feed=tuple(read.values()) or (0.0,),
+            feed_tokens=tuple(feed_ms) or (1,),
+            feed=tuple(feed_ms.values()) or (0.0,),
         )
 
     @torch.inference_mode()
@@ -269,7 +264,7 @@ class Calibration:
     def _rows(self, rows: int, context: int) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.
 
-        They have the target's adapters (if any) in turn, so their time and the bytes that they read are in the table.
+        They have the target's adapters (if any) in turn, whose time is then in the table.
         """
         names = () if self.target.adapters is None else self.target.adapters.names
         for row in range(rows if names else 0):
@@ -290,38 +285,24 @@ class Calibration:
             self.target.set_adapter(row, None)
 
     def _verify(self, rows: int, k: int, context: int) -> TimedRun:
-        if self.runner is not None:
-            return self._round(self.runner, rows, k, context)
-        draft = Draft.of(self._random_tokens(rows, k), self.batch.device)
+        """A verification; with a runner, a whole round and the host's reading of its result.
+
+        The first run includes the capture, if there is one.
+        """
+        if (runner := self.runner) is not None:
+            return TimedRun(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
+        # Different tokens, as in real drafts: a mixture of experts would route equal ones to the same experts.
+        generator = torch.Generator().manual_seed(rows * (k + 1))
+        tokens = torch.randint(self.batch.vocab_size, (rows, k), generator=generator)
+        draft = Draft(tokens.tolist())
 
         def run() -> object:
             if self._kernels is not None:
                 return self._kernels.run(draft)
-            return self.accept(draft, self.target.verify(self.batch, draft), self.batch).host
+            tensors = DraftTensors.of(draft, self.batch.device)
+            return self.accept(tensors, self.target.verify(self.batch, tensors), self.batch).tokens.tolist()
 
-        model = self.target.model
-        if not isinstance(model, CountsExperts) or not model.expert_bytes():
-            return TimedRun(run, lambda: self._rows(rows, context))
-        mixture = model
-
-        def counted() -> object:
-            read = mixture.expert_bytes_read()
-            result = run()
-            experts = mixture.expert_bytes_read() - read
-            self._weight_bytes[rows, k] = mixture.weight_bytes() - mixture.expert_bytes() + experts
-            return result
-
-        return TimedRun(counted, lambda: self._rows(rows, context))
-
-    def _random_tokens(self, rows: int, k: int) -> list[list[int]]:
-        """Different tokens, as in real drafts: a mixture of experts would route equal ones to the same experts."""
-        generator = torch.Generator().manual_seed(rows * (k + 1))
-        tokens: list[list[int]] = torch.randint(self.batch.vocab_size, (rows, k), generator=generator).tolist()
-        return tokens
-
-    def _round(self, runner: RoundRunner, rows: int, k: int, context: int) -> TimedRun:
-        """A whole round and the host's reading of its result. The first run includes the capture, if there is one."""
-        return TimedRun(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
+        return TimedRun(run, lambda: self._rows(rows, context))
 
     def _draft(self, rows: int, k: int) -> TimedRun:
         if self.runner is not None:

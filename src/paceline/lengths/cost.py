@@ -58,8 +58,6 @@ class CostTable:
     context_once, context_token: extra verification time per row and position of context beyond ``context``: once, and
         for each token fed.
     feed[i]: added to a draft by reading feed_tokens[i] missing tokens of one row first.
-    weight_bytes[i][j]: bytes of the target's weights that such a verification reads. A mixture of experts reads more
-        with more tokens, since they run through more different experts. Empty: all sizes read the same.
 
     Raises TypeError or ValueError if the fields are not sizes and times of a possible measurement.
     """
@@ -74,28 +72,19 @@ class CostTable:
     context_token: float = 0.0
     feed_tokens: tuple[int, ...] = (1,)
     feed: tuple[float, ...] = (0.0,)
-    weight_bytes: tuple[tuple[float, ...], ...] = ()
 
     def verify_ms(self, rows: int, k: float, context: float | None = None) -> float:
         """Verification of k draft tokens per row, in ms. context: tokens per row; None: the table's.
 
         Between two measured batch sizes their times for the same total number of tokens are interpolated.
         """
+        at_size = [
+            interpolate([size * (length + 1) for length in self.lengths], line, rows * (k + 1))
+            for size, line in zip(self.batch_sizes, self.verify, strict=True)
+        ]
         positions = 0.0 if context is None else rows * (context - self.context)
         per_position = self.context_once + (k + 1) * self.context_token
-        return self._interpolated(self.verify, rows, k) + positions * per_position
-
-    def read_bytes(self, rows: int, k: float) -> float:
-        """Bytes of weights that the verification of k draft tokens per row reads; 1 if all sizes read the same."""
-        return self._interpolated(self.weight_bytes, rows, k) if self.weight_bytes else 1.0
-
-    def _interpolated(self, table: tuple[tuple[float, ...], ...], rows: int, k: float) -> float:
-        tokens = rows * (k + 1)
-        at_size = [
-            interpolate([size * (length + 1) for length in self.lengths], line, tokens)
-            for size, line in zip(self.batch_sizes, table, strict=True)
-        ]
-        return interpolate(self.batch_sizes, at_size, rows)
+        return interpolate(self.batch_sizes, at_size, rows) + positions * per_position
 
     def draft_ms(self, rows: int, k: float) -> float:
         """Drafting of k tokens per row, in ms."""
@@ -120,21 +109,19 @@ class CostTable:
         """The table that ``as_json`` wrote. Raises TypeError, KeyError or ValueError for any other document."""
         if not isinstance(document, dict):
             raise TypeError(f"a cost table is a JSON object, not {type(document).__name__}")
-        return CostTable(**{name: _as_tuples(value) for name, value in document.items()})
+        ignored = "weight_bytes"  # in profiles of version 0.2
+        return CostTable(**{name: _as_tuples(value) for name, value in document.items() if name != ignored})
 
     def __post_init__(self) -> None:
         axes = self.batch_sizes, self.lengths, self.feed_tokens
-        times = *self.verify, *self.weight_bytes, self.draft_once, self.draft_step, self.feed
+        times = *self.verify, self.draft_once, self.draft_step, self.feed
         scalars = self.context, self.context_once, self.context_token
         if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times, scalars) for number in line):
             raise ValueError("a time or a size is not a number, or is below 0")
         if any(not axis or list(axis) != sorted(set(axis)) for axis in axes) or self.batch_sizes[0] < 1:
             raise ValueError("sizes are missing or not in ascending order")
-        if self.weight_bytes and not all(size > 0 for line in self.weight_bytes for size in line):
-            raise ValueError("a round reads no weights")
-        tables = [self.verify, *([self.weight_bytes] if self.weight_bytes else [])]
-        widths = *[self.lengths] * sum(map(len, tables)), *[self.batch_sizes] * (2 + len(tables)), self.feed_tokens
-        lines = *(line for table in tables for line in table), *tables, self.draft_once, self.draft_step, self.feed
+        widths = *[self.lengths] * len(self.verify), *[self.batch_sizes] * 3, self.feed_tokens
+        lines = *self.verify, self.verify, self.draft_once, self.draft_step, self.feed
         if any(len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)):
             raise ValueError("there are fewer or more times than sizes")
         if not all(ms > 0 for line in self.verify for ms in line):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,10 @@ class Profile:
                 best={int(size): operator.index(k) for size, k in document["best"].items()},
                 source=str(path),
             )
-            _check_lengths(profile.best)
+            if not profile.best or min(profile.best) < 1:
+                raise ValueError("'best' must map one batch size or more to lengths")
+            if not all(0 <= k <= MAX_SPECULATION_LENGTH for k in profile.best.values()):
+                raise ValueError(f"lengths are from 0 to {MAX_SPECULATION_LENGTH}")
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProfileError(
                 f"the profile {path} is damaged: {error!r}; make a new one with: paceline profile"
@@ -88,8 +90,3 @@ class Profile:
             raise ProfileError(
                 f"{self.source} was not measured for this: {'; '.join(differences)}; run: paceline profile"
             )
-
-
-def _check_lengths(best: Mapping[int, int]) -> None:
-    if not best or min(best) < 1 or not all(0 <= k <= MAX_SPECULATION_LENGTH for k in best.values()):
-        raise ValueError(f"'best' must map one batch size or more to lengths from 0 to {MAX_SPECULATION_LENGTH}")

@@ -115,7 +115,7 @@ def bins_of(
 def bins_of_draft(draft: Draft) -> list[list[int]]:
     """Bins of the draft tokens, row by row."""
     nothing = [None] * len(draft.draft_tokens)
-    scores, parents, kinds = draft.confidence or nothing, draft.host_parents or nothing, draft.kinds or nothing
+    scores, parents, kinds = draft.confidence or nothing, draft.parents or nothing, draft.kinds or nothing
     rows = zip(draft.draft_tokens, scores, parents, kinds, strict=True)
     return [bins_of(len(draft_tokens), score, tree, kind) for draft_tokens, score, tree, kind in rows]
 
@@ -127,8 +127,8 @@ def judge(draft: Draft, verdict: Verdict) -> list[list[JudgedToken]]:
     tokens reach as far. Of equal siblings only the first is right.
     """
     judged = []
-    for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.host.tokens, strict=True)):
-        parents = range(-1, len(draft_tokens) - 1) if draft.host_parents is None else draft.host_parents[row]
+    for row, (draft_tokens, gained) in enumerate(zip(draft.draft_tokens, verdict.tokens, strict=True)):
+        parents = range(-1, len(draft_tokens) - 1) if draft.parents is None else draft.parents[row]
         line: list[JudgedToken] = []
         next_gained = {-1: 0}  # index in ``gained`` of the token after each draft token that is right so far
         continued = set()  # parents that have a right child

@@ -97,10 +97,6 @@ class Model(AnyModel, Protocol):
         ...
 
 
-WITHOUT_KERNELS = "torch"
-"""Name of the kernels of models that run in plain torch, whose bits depend on who shares a batch."""
-
-
 @runtime_checkable
 class FlatModel(AnyModel, Protocol):
     """A model that runs its own attention over a ``KVCache``, for a flat list of tokens without padding."""
@@ -138,22 +134,6 @@ class SharedModel(AnyModel, OtherRanks, Protocol):
 
     def close(self) -> None:
         """End the other ranks. Closing a closed model does nothing."""
-        ...
-
-
-@runtime_checkable
-class CountsExperts(Protocol):
-    """A model that counts which experts of its mixtures it reads; a model without any counts none."""
-
-    def expert_bytes(self) -> int:
-        """Return the bytes of the weights of all experts, which are part of ``weight_bytes``."""
-        ...
-
-    def expert_bytes_read(self) -> int:
-        """Return the bytes of experts' weights that all forward passes so far have read.
-
-        A pass reads an expert of a layer once, if any of its tokens runs through it.
-        """
         ...
 
 

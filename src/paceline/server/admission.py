@@ -5,29 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+from paceline.engine.engine import Request
 from paceline.server import errors
 
 _REMEMBERED = 32  # finished sequences from whose times the queue's speed is estimated
 _MAX_RETRY_AFTER_S = 60
-
-
-class PromptCost(NamedTuple):
-    """Upper bound of what one prompt costs the engine.
-
-    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill.
-    """
-
-    answers: int
-    made: int
-    read: int
-
-    @property
-    def tokens(self) -> int:
-        return self.read + self.answers * self.made
 
 
 class AdmissionLimits(NamedTuple):
@@ -62,21 +49,39 @@ class _Units:
 
 
 class AdmissionTicket:
-    """Admission granted to one prompt. It is released sequence by sequence as the engine finishes them.
+    """Upper bound of what one prompt costs the engine, for which it is admitted.
 
-    The prompt's own tokens are released with the last sequence.
+    It is released sequence by sequence as the engine finishes them, the prompt's own tokens with the last sequence.
+
+    answers: sequences sampled for the prompt. made: maximum of new tokens per sequence. read: prompt tokens to prefill.
     """
 
-    def __init__(self, admission: Admission, client: str, cost: PromptCost) -> None:
-        self._admission, self._client, self._cost = admission, client, cost
-        self._inside = cost.answers
+    def __init__(self, answers: int, made: int, read: int) -> None:
+        self.answers, self.made, self.read = answers, made, read
+        self._inside = 0  # sequences that are admitted
+        self._release: Callable[[int, int], None]  # set by ``begin``
+
+    @classmethod
+    def of(cls, request: Request, max_model_len: int) -> AdmissionTicket:
+        """The cost of a request. max_model_len: the engine's, in tokens."""
+        params, size = request.params, len(request.prompt_token_ids)
+        made = 0 if request.only_read else min(params.max_tokens, max_model_len - size)
+        return cls(params.answers, made, size if made or request.reading else 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.read + self.answers * self.made
+
+    def begin(self, release: Callable[[int, int], None]) -> None:
+        """Mark the whole cost as admitted. release: called with numbers of sequences and tokens that have ended."""
+        self._release, self._inside = release, self.answers
 
     def end(self, answers: int) -> None:
         """Release ``answers`` finished sequences."""
         done = min(self._inside, answers)
         self._inside -= done
         if done:
-            self._admission.leave(self._client, done, done * self._cost.made + (0 if self._inside else self._cost.read))
+            self._release(done, done * self.made + (0 if self._inside else self.read))
 
     def close(self) -> None:
         """Release everything that is still admitted."""
@@ -107,7 +112,7 @@ class Admission:
         """Raise ApiError (400) if a request has more sequences than this server can ever admit."""
         self._check_possible(answers, limits.answers + self._max_waiting, "answers")
 
-    def enter(self, client: str, costs: Sequence[PromptCost], limits: AdmissionLimits) -> list[AdmissionTicket]:
+    def enter(self, client: str, tickets: Sequence[AdmissionTicket], limits: AdmissionLimits) -> None:
         """Admit all prompts of one request, or none.
 
         Raises ApiError: 429 if they do not fit now, 400 if they could never fit.
@@ -115,20 +120,19 @@ class Admission:
         longest = math.ceil(limits.tokens / limits.answers)
         waiting_tokens = self._max_waiting * longest if self._max_tokens is None else self._max_tokens
         for units, wanted, rows, waiting in (
-            (self._answers, sum(cost.answers for cost in costs), limits.answers, self._max_waiting),
-            (self._tokens, sum(cost.tokens for cost in costs), limits.tokens, waiting_tokens),
+            (self._answers, sum(ticket.answers for ticket in tickets), limits.answers, self._max_waiting),
+            (self._tokens, sum(ticket.tokens for ticket in tickets), limits.tokens, waiting_tokens),
         ):
             self._check_possible(wanted, rows + waiting, units.name)
             if not units.fits(client, wanted, rows + waiting, waiting // 4):
                 message = f"the queue is full: {units.inside} {units.name} run or wait; try again later"
                 raise errors.overloaded(message, self._retry_after())
-        for cost in costs:
-            self._answers.change(client, cost.answers)
-            self._tokens.change(client, cost.tokens)
-        return [AdmissionTicket(self, client, cost) for cost in costs]
+        for ticket in tickets:
+            self._answers.change(client, ticket.answers)
+            self._tokens.change(client, ticket.tokens)
+            ticket.begin(partial(self._leave, client))
 
-    def leave(self, client: str, answers: int, tokens: int) -> None:
-        """Release part of an admission. Only ``AdmissionTicket`` calls this."""
+    def _leave(self, client: str, answers: int, tokens: int) -> None:
         self._answers.change(client, -answers)
         self._tokens.change(client, -tokens)
         self._ended.extend([time.monotonic()] * min(answers, _REMEMBERED))

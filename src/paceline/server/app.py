@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.config.sampling import sampling_values
 from paceline.errors import PacelineError
@@ -30,6 +31,7 @@ from paceline.server.context import Context
 from paceline.server.documents import written
 from paceline.server.embeddings import EmbeddingJob, EmbeddingList, EmbeddingRequest
 from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.http_heads import Tracing
 from paceline.server.messages.job import MessagesJob, count_tokens
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import MessageReply, TokenCount
@@ -41,7 +43,6 @@ from paceline.server.responses.job import ResponsesJob
 from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.security import Gate
 from paceline.server.streaming import EventStream
-from paceline.server.tracing import Tracing
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -200,10 +201,11 @@ def _add_texts(app: FastAPI, context: Context) -> None:
         context.check_model(body.model)
         if body.messages is None:
             async with errors.names_long_text("prompt"):
-                tokens = await context.encode(body.prompt or "", body.add_special_tokens)
+                tokens = await context.texts.encode(body.prompt or "", body.add_special_tokens)
         else:
             async with errors.names_long_text("messages"):
-                prompt = await context.chat_prompt([message.plain() for message in body.messages], {})
+                messages = [message.plain() for message in body.messages]
+                prompt = await context.texts.chat_prompt(messages, ChatOptions())
             tokens = prompt.token_ids
 
         def found() -> replies.TokenizedText:
@@ -211,15 +213,15 @@ def _add_texts(app: FastAPI, context: Context) -> None:
                 count=len(tokens), max_model_len=context.llm.engine.max_model_len, tokens=tokens
             )
             if body.return_token_strs:
-                result.token_strs = [context.spelling.text_of(token) for token in tokens]
+                result.token_strs = [context.texts.spelling.text_of(token) for token in tokens]
             return result
 
-        return Response(await context.written(found, len(tokens)), media_type="application/json")
+        return Response(await context.replies.written(found, len(tokens)), media_type="application/json")
 
     @app.get("/tokenizer_info", response_model=replies.TokenizerInfo)
     async def tokenizer_info() -> Response:
         """The chat template and the special tokens, for clients that write prompts themselves."""
-        tokenizer = context.tokenizer.huggingface
+        tokenizer = context.texts.tokenizer.huggingface
         template = tokenizer.chat_template
         names = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
         return document(
@@ -242,7 +244,8 @@ def _add_texts(app: FastAPI, context: Context) -> None:
             raise errors.invalid(f"at most {engine.max_model_len} tokens, the model's context length", "tokens")
         if any(token >= vocabulary for token in body.tokens):
             raise errors.invalid(f"token ids must be between 0 and {vocabulary - 1}", "tokens")
-        return document(replies.DetokenizedText(prompt=await context.in_thread(context.tokenizer.spell, body.tokens)))
+        prompt = await context.texts.run(context.texts.tokenizer.spell, body.tokens)
+        return document(replies.DetokenizedText(prompt=prompt))
 
 
 def _card(context: Context, name: str) -> replies.ModelCard:
@@ -283,7 +286,7 @@ def _add_operations(app: FastAPI, context: Context) -> None:
     @app.get("/load", response_model=replies.ServerLoad)
     async def load() -> Response:
         """Number of sequences that run or wait, under the same name as in vLLM."""
-        return document(replies.ServerLoad(server_load=context.admission.inside))
+        return document(replies.ServerLoad(server_load=context.dispatcher.admission.inside))
 
     @app.get("/stats", response_model=Stats)
     async def stats() -> Response:

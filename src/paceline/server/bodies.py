@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
 from email.message import Message
 from typing import Any, TypeVar, cast
 
@@ -15,6 +13,7 @@ from pydantic_core import from_json
 
 from paceline.server import errors
 from paceline.server.limits import MAX_PARTS, MAX_VALUES
+from paceline.server.threads import WorkerThread
 
 _SHORT = 2**14  # bytes; longer bodies are parsed in a worker thread
 B = TypeVar("B", bound=BaseModel)
@@ -88,8 +87,8 @@ class _Read(Request):
         return self._document
 
 
-def route_class(pool: Executor) -> type[APIRoute]:
-    """Return a route class that parses bodies with ``read``; long ones one at a time in ``pool``."""
+def route_class(worker: WorkerThread) -> type[APIRoute]:
+    """Return a route class that parses bodies with ``read``, long ones in a thread."""
 
     async def read_body(model: type[BaseModel], request: Request) -> _Read:
         body = await request.body()
@@ -98,8 +97,7 @@ def route_class(pool: Executor) -> type[APIRoute]:
             raise errors.ApiError(415, errors.INVALID, message, code="unsupported_media_type")
         if len(body) <= _SHORT:
             return _Read(request, body, read(model, body))
-        loop = asyncio.get_running_loop()
-        return _Read(request, body, await loop.run_in_executor(pool, read, model, body))
+        return _Read(request, body, await worker.run(read, model, body))
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -5,92 +5,145 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from paceline.chat.values import AssistantMessage, message_of
+from paceline.chat.values import (
+    AssistantMessage,
+    MessageEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArgumentsDelta,
+    ToolCallStart,
+    message_of,
+)
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from paceline.engine.chat import ChatPrompt
-from paceline.engine.engine import Request
 from paceline.server import errors
-from paceline.server.chat_deltas import AnswerStream, whole_message
 from paceline.server.chat_protocol import ChatRequest
-from paceline.server.completions import extras_of, note_draft_tokens
-from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
+from paceline.server.context import Context
 from paceline.server.delta import Delta, Update
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.predictions import check_prediction, details_of
 from paceline.server.replies import (
+    CalledFunctionDelta,
     Chat,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
+    ChatToolCall,
+    ChatToolCallDelta,
     CompletionTokensDetails,
+    ReplyFunction,
     Usage,
-    openai_finish_reason,
-    stop_reason,
 )
 from paceline.server.streaming import Events
-from paceline.server.structures import AnswerForm
-from paceline.server.turns import AnswerReader
+from paceline.server.turns import AnswerReader, Conversation, Turn
+from paceline.server.usage import (
+    StreamUsage,
+    extras_of,
+    log_request,
+    note_draft_tokens,
+    openai_finish_reason,
+    stop_reason,
+    usage_of,
+)
+
+
+@dataclass
+class AnswerStream:
+    """One answer in the making. begun: whether a chunk of it was sent. calls: tool calls so far."""
+
+    reader: AnswerReader
+    begun: bool = False
+    calls: int = 0
+
+    def deltas(self, delta: Delta) -> list[ChatDelta]:
+        """Return what the client gets for new text of the answer."""
+        events = self.reader.feed(delta)
+        self.calls += sum(isinstance(event, ToolCallStart) for event in events)
+        return _deltas(events)
+
+
+def _deltas(events: Iterable[MessageEvent]) -> list[ChatDelta]:
+    """One delta for consecutive events of a kind, so that clients that read a delta in any order keep the order."""
+    found: list[ChatDelta] = []
+    for event in events:
+        last = found[-1] if found else ChatDelta()
+        if isinstance(event, TextDelta):
+            if last.content is None:
+                found.append(last := ChatDelta(content=""))
+            last.content = (last.content or "") + event.text
+        elif isinstance(event, ReasoningDelta):
+            if last.reasoning_content is None:
+                found.append(last := ChatDelta(reasoning_content=""))
+            last.reasoning_content = (last.reasoning_content or "") + event.text
+        elif isinstance(event, ToolCallStart):
+            function = CalledFunctionDelta(name=event.name, arguments="")
+            call = ChatToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+            found.append(ChatDelta(tool_calls=[call]))
+        elif isinstance(event, ToolCallArgumentsDelta):
+            if last.tool_calls is None:
+                call = ChatToolCallDelta(index=event.index, function=CalledFunctionDelta(arguments=""))
+                found.append(last := ChatDelta(tool_calls=[call]))
+            assert last.tool_calls is not None
+            last.tool_calls[0].function.arguments += event.text
+    return found
+
+
+def _whole_message(message: AssistantMessage) -> ChatMessage:
+    """Return a complete answer as a message. Fields that it does not need are left out."""
+    calls = [
+        ChatToolCall(id=call.id, type="function", function=ReplyFunction(name=call.name, arguments=call.arguments))
+        for call in message.tool_calls
+    ]
+    found = ChatMessage(role="assistant", content=message.text or (None if calls else ""), refusal=None)
+    if message.reasoning is not None:
+        found.reasoning_content = message.reasoning
+    if calls:
+        found.tool_calls = calls
+    return found
 
 
 @dataclass
 class ChatJob:
-    """One validated request, ready for the engine. form: what its answers must look like, not yet compiled."""
+    """One validated request, ready for the engine."""
 
-    context: Context
+    turn: Turn
     body: ChatRequest
-    prompt: ChatPrompt
-    request: Request
-    options: RequestOptions
-    form: AnswerForm
     id: str = field(init=False)
     created: int = field(init=False)
+    model: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id, self.created = self.context.new_id("chatcmpl"), int(time.time())
+        self.id, self.created, self.model = self.turn.context.new_id("chatcmpl"), int(time.time()), self.turn.model
 
     @classmethod
     @errors.names_long_text("messages")
     async def prepare(cls, context: Context, body: ChatRequest, client: str, *, of_batch: bool = False) -> ChatJob:
         """Validate and tokenize a request. Raises ApiError."""
-        context.check_model(body.model)
-        context.check_answers(body.answers)
-        options = RequestOptions.of(body, client, of_batch=of_batch)
-        prompt = await context.chat_prompt(body.conversation, body.chat_fields)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params = body.sampling(context.chat_sampling(body), body.answer_limit(left), logprobs)
-        params = context.for_model(body.model, params)
-        wanted = await context.in_thread(lambda: body.structure)
-        # replace() checks that the structure fits the other parameters
-        prompt = replace(prompt, structure=replace(params, structured_outputs=wanted).structured_outputs)
-        form = AnswerForm(prompt.structure, prompt, body.structure_field)
-        references = await _prediction(context, body)
-        request = await context.chat_request(prompt, params, options, references)
-        context.check_logprobs([request], params.logprobs)
-        return cls(context, body, prompt, request, options, form)
+        conversation = Conversation(body.conversation, body.chat_options, await _prediction(context, body))
+        return cls(await Turn.prepare(context, body, conversation, client, of_batch=of_batch), body)
 
     async def answer(self) -> bytes:
         """Generate all answers and return the whole response as JSON. Raises ApiError."""
-        async with self.context.generate([self.request], self.options, form=self.form) as generation:
+        async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
         details = await self._details(output)
-        return await self.context.written(lambda: self._chat(output, details), entries)
+        return await self.turn.context.replies.written(lambda: self._chat(output, details), entries)
 
     async def _details(self, output: RequestOutput) -> CompletionTokensDetails:
         if self.body.prediction is None:
             return CompletionTokensDetails()
-        (prediction,), answers = self.request.references, [answer.token_ids for answer in output.candidates]
-        return await self.context.in_background(lambda: details_of(prediction, answers))
+        (prediction,), answers = self.turn.request.references, [answer.token_ids for answer in output.candidates]
+        return await self.turn.context.replies.run(details_of, prediction, answers)
 
     def _reader(self) -> AnswerReader:
-        return AnswerReader(self.prompt.parser())
+        return AnswerReader(self.turn.prompt.parser())
 
     def _chat(self, output: RequestOutput, details: CompletionTokensDetails) -> Chat:
         read = {answer.index: self._read(answer) for answer in output.candidates}
@@ -99,9 +152,9 @@ class ChatJob:
             id=self.id,
             object="chat.completion",
             created=self.created,
-            model=self.body.model or self.context.model_name,
+            model=self.model,
             choices=[self._whole(place, answer, read[answer.index][0]) for place, answer in enumerate(output.outputs)],
-            usage=usage_of([output.prompt_token_ids], [output], details),
+            usage=usage_of([output], details),
         )
         note_draft_tokens(document, self.body, output.candidates)
         return document
@@ -109,38 +162,37 @@ class ChatJob:
     async def stream(self) -> Events:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         answers: defaultdict[int, AnswerStream] = defaultdict(lambda: AnswerStream(self._reader()))
-        stream_usage = StreamUsage(len(self.request.prompt_token_ids))
-        async with self.context.generate([self.request], self.options, form=self.form) as generation:
+        stream_usage = StreamUsage(len(self.turn.request.prompt_token_ids))
+        replies = self.turn.context.replies
+        async with self.turn.generate() as generation:
             async for update in generation.updates():
-                yield await self.context.events(
-                    functools.partial(self._chunks, update, answers, stream_usage), update.entries
-                )
+                chunks = functools.partial(self._chunks, update, answers, stream_usage)
+                yield await replies.events(chunks, update.entries)
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         if self.body.include_usage:
             details = await self._details(output)
             details.reasoning_tokens = sum(answer.reader.reasoning_tokens for answer in answers.values())
-            usage = usage_of([output.prompt_token_ids], [output], details)
-            yield await self.context.events(lambda: [self._chunk([], usage)], 0)
+            usage = usage_of([output], details)
+            yield await replies.events(lambda: [self._chunk([], usage)], 0)
 
     def _chunks(
         self, update: Update, answers: Mapping[int, AnswerStream], stream_usage: StreamUsage
     ) -> list[ChatChunk]:
         documents: list[ChatChunk] = []
         for delta in update.deltas:
-            usage = stream_usage.add(delta)
+            stream_usage.completion_tokens += len(delta.token_ids)
             answer = answers[delta.index]
             pieces = answer.deltas(delta)
-            if not pieces and self._shows(delta):
+            if not pieces and (delta.ended or self.body.metrics or self.body.logprobs):
                 pieces = [ChatDelta(content="")]
             chunks = [self._chunk([self._piece(delta.index, answer, piece)]) for piece in pieces]
             if chunks:
-                self._complete(chunks[-1], delta, answer, usage)
+                self._complete(chunks[-1], delta, answer)
+                if self.body.continuous_usage:
+                    chunks[-1].usage = stream_usage.document
             documents += chunks
         return documents
-
-    def _shows(self, delta: Delta) -> bool:
-        return bool(delta.ended or self.body.metrics or self.body.logprobs)
 
     def _piece(self, index: int, answer: AnswerStream, chat_delta: ChatDelta) -> ChatChunkChoice:
         if not answer.begun:
@@ -148,12 +200,10 @@ class ChatJob:
             chat_delta.role = "assistant"
         return ChatChunkChoice(index=index, delta=chat_delta, logprobs=None, finish_reason=None)
 
-    def _complete(self, chunk: ChatChunk, delta: Delta, answer: AnswerStream, usage: Usage) -> None:
+    def _complete(self, chunk: ChatChunk, delta: Delta, answer: AnswerStream) -> None:
         """Add to the last chunk of new text what tells of all of it."""
         (choice,) = chunk.choices
         choice.logprobs = self._logprobs(delta.logprobs)
-        if self.body.continuous_usage:
-            chunk.usage = usage
         if self.body.metrics:
             choice.paceline = extras_of(delta)
         if delta.ended is not None:
@@ -172,7 +222,7 @@ class ChatJob:
         assert word is not None
         choice = ChatChoice(
             index=place,
-            message=whole_message(message),
+            message=_whole_message(message),
             logprobs=self._logprobs(answer.logprobs or []),
             finish_reason=word,
         )
@@ -182,14 +232,14 @@ class ChatJob:
         return choice
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return chat_logprobs(self.context.spelling, entries) if self.body.logprobs else None
+        return chat_logprobs(self.turn.context.texts.spelling, entries) if self.body.logprobs else None
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         document = ChatChunk(
             id=self.id,
             object="chat.completion.chunk",
             created=self.created,
-            model=self.body.model or self.context.model_name,
+            model=self.model,
             choices=choices,
         )
         if usage is not None or self.body.include_usage:  # null in all chunks but the last
@@ -203,6 +253,6 @@ async def _prediction(context: Context, body: ChatRequest) -> list[list[int]]:
     if body.prediction is None:
         return []
     check_prediction(context.llm.config, ())
-    tokens = await context.encode(body.prediction.text, add_special_tokens=False)
+    tokens = await context.texts.encode(body.prediction.text, add_special_tokens=False)
     check_prediction(context.llm.config, tokens)
     return [tokens]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
-from paceline.chat.options import ChatFields
+from paceline.chat.options import ChatOptions
 from paceline.config import MAX_LOGPROBS, StructuredOutputs
 from paceline.config.limits import MAX_REFERENCE_CHARACTERS
 from paceline.server import limits
@@ -20,9 +20,9 @@ from paceline.server.protocol import (
     Strict,
     StructuredFields,
     Verbatim,
-    refuser,
-    said,
-    some,
+    bounded_list,
+    optional,
+    reject_types,
     text_of,
 )
 
@@ -41,9 +41,9 @@ class TextPart(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("image_url", "input_audio", "file", "audio_url", "video_url"), TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[TextPart | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
+    Annotated[TextPart | RefusalPart, Field(discriminator="type")], reject_types(_REFUSED_PARTS, "parts")
 ]
-_Parts: TypeAlias = Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
+_Parts: TypeAlias = Annotated[list[_Part], bounded_list(limits.MAX_CONTENT_PARTS)]
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles
 
 
@@ -116,7 +116,7 @@ class AllowedTools(Strict):
     """The functions that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], some(limits.MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], bounded_list(limits.MAX_TOOLS)]
 
 
 class AllowedToolsChoice(Strict):
@@ -153,7 +153,7 @@ class Message(Strict):
     provider_specific_fields: JsonValue = None
     audio: None = None
     function_call: CalledFunction | None = None
-    tool_calls: Annotated[list[SentCall], some(limits.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[SentCall], bounded_list(limits.MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -187,7 +187,7 @@ class Prediction(Strict):
     """Text that the answer will mostly repeat. Draft tokens are copied from it; it changes the speed alone."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], some(limits.MAX_CONTENT_PARTS)]
+    content: str | Annotated[list[TextPart], bounded_list(limits.MAX_CONTENT_PARTS)]
 
     @model_validator(mode="after")
     def _check_size(self) -> Prediction:
@@ -238,19 +238,21 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)]
+    messages: Annotated[list[Message], bounded_list(limits.MAX_MESSAGES, min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     prediction: Prediction | None = None
-    tools: Annotated[list[Tool], some(limits.MAX_TOOLS)] | None = said("Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | _NamedTools | None = said("Which calls the answer may have.")
-    parallel_tool_calls: bool | None = said("Whether an answer may have several calls. Default: true.")
-    reasoning_effort: Label | None = said("For chat templates that know it; none switches thoughts off.")
-    max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = said("Tokens after which thoughts are ended.")
-    chat_template_kwargs: dict[str, JsonValue] | None = said("Further variables of the chat template.")
+    tools: Annotated[list[Tool], bounded_list(limits.MAX_TOOLS)] | None = optional("Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | _NamedTools | None = optional("Which calls the answer may have.")
+    parallel_tool_calls: bool | None = optional("Whether an answer may have several calls. Default: true.")
+    reasoning_effort: Label | None = optional("For chat templates that know it; none switches thoughts off.")
+    max_thinking_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Tokens after which thoughts are ended."
+    )
+    chat_template_kwargs: dict[str, JsonValue] | None = optional("Further variables of the chat template.")
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
@@ -269,7 +271,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The form that the answer must have. Raises ParameterError."""
         if self.structured_outputs is not None:
             return self.structured_outputs.wanted
         wanted = self.response_format
@@ -281,6 +282,10 @@ class ChatRequest(GenerationRequest):
     def structure_field(self) -> str:
         return "structured_outputs" if self.response_format is None else "response_format"
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def answer_limit(self, left: int) -> int:
         wanted = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return left if wanted is None or wanted == -1 else wanted
@@ -290,14 +295,14 @@ class ChatRequest(GenerationRequest):
         return [message.plain() for message in self.messages]
 
     @property
-    def chat_fields(self) -> ChatFields:
-        """The options of the conversation."""
+    def chat_options(self) -> ChatOptions:
+        """The options of the conversation. Raises ParameterError."""
         names = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         plain = to_jsonable_python(given, exclude_none=True)
         tools = [tool.plain() for tool in self.tools or ()]
         variables = self.chat_template_kwargs or {}
-        return cast(ChatFields, {**plain, "tools": tools, "chat_template_kwargs": variables})
+        return ChatOptions.of({**plain, "tools": tools, "chat_template_kwargs": variables})
 
 
 class TokenizeRequest(Strict):
@@ -305,7 +310,7 @@ class TokenizeRequest(Strict):
 
     model: Label | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], some(limits.MAX_MESSAGES, least=1)] | None = None
+    messages: Annotated[list[Message], bounded_list(limits.MAX_MESSAGES, min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from starlette.types import Scope
 
 from paceline.config import ServerConfig
-from paceline.server.heads import header
+from paceline.server.http_heads import header
 
 _NETWORK_BITS = 64  # prefix length in bits of one customer's IPv6 network
 

@@ -9,33 +9,35 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from paceline.config import SamplingParams, StructuredOutputs
+from paceline.config import StructuredOutputs
 from paceline.core.outputs import CompletionOutput, FinishReason, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.scoring import PromptScores
 from paceline.models.text.detokenizer import Detokenizer
 from paceline.server import errors
-from paceline.server.context import Context, RequestOptions, StreamUsage, log_request, usage_of
+from paceline.server.context import Context
 from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.logprobs import completion_logprobs, joined
-from paceline.server.protocol import CompletionRequest, GenerationRequest
+from paceline.server.protocol import CompletionRequest
 from paceline.server.replies import (
-    AnswerMetrics,
-    Chat,
-    ChatChunk,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    Extras,
-    RequestMetrics,
-    SpeculativeDecoding,
     Usage,
-    openai_finish_reason,
-    stop_reason,
 )
 from paceline.server.streaming import Events
-from paceline.server.structures import AnswerForm
+from paceline.server.structures import AnswerForm, checked_params
+from paceline.server.texts import TextWorker
+from paceline.server.usage import (
+    StreamUsage,
+    extras_of,
+    log_request,
+    note_draft_tokens,
+    openai_finish_reason,
+    stop_reason,
+    usage_of,
+)
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,13 @@ class PromptEcho:
 class CompletionJob:
     """One validated request, ready for the engine.
 
-    tokens: token ids per prompt. structure: form of the completions, not yet compiled. echoes: by number of the prompt,
-    if the request has ``echo`` and is not streamed.
+    requests: one per prompt. structure: form of the completions, not yet compiled. echoes: by number of the prompt, if
+    the request has ``echo`` and is not streamed.
     """
 
     context: Context
     body: CompletionRequest
-    tokens: list[list[int]]
     requests: list[Request]
-    options: RequestOptions
     structure: StructuredOutputs | None
     id: str = field(init=False)
     created: int = field(init=False)
@@ -72,21 +72,25 @@ class CompletionJob:
     async def prepare(
         cls, context: Context, body: CompletionRequest, client: str, *, of_batch: bool = False
     ) -> CompletionJob:
-        """Validate and tokenize a request. Raises ApiError."""
+        """Validate and tokenize a request. of_batch: as in ``Turn.prepare``. Raises ApiError."""
+        arrival = time.monotonic()
         context.check_model(body.model)
-        context.check_answers(len(body.prompts) * body.answers)
-        options = RequestOptions.of(body, client, of_batch=of_batch)
-        params = body.sampling(
-            context.default_sampling, body.answer_limit(context.llm.engine.max_model_len) or 1, body.logprobs
-        )
+        context.dispatcher.check_answers(len(body.prompts) * body.answers)
+        longest = context.llm.engine.max_model_len
+        params, structure = await context.texts.run(checked_params, body, context.default_sampling, longest)
         params = context.for_model(body.model, params)
         tokens = [await _encode(context, prompt, body.suffix) for prompt in body.prompts]
-        if body.suffix:
-            params = context.infill.ended(params)
-        requests = await context.requests(tokens, params, options, completed=functools.partial(_echoed, body))
-        context.check_logprobs(requests, body.logprobs, read=bool(body.echo))
-        structure = await context.in_thread(lambda: _structure(body, params))
-        return cls(context, body, tokens, requests, options, structure)
+        template = Request(
+            [],
+            context.texts.infill.ended(params) if body.suffix else params,
+            client=client,
+            priority=body.priority or 0,
+            arrival=arrival,
+            budget_from_row=of_batch,
+        )
+        requests = await context.dispatcher.requests(tokens, template, functools.partial(_echoed, body))
+        context.dispatcher.check_logprobs(requests, body.logprobs, of_prompts=bool(body.echo))
+        return cls(context, body, requests, structure)
 
     # --- one response ------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class CompletionJob:
             self.echoes = {number: await self._echo_prompt(number) for number in range(len(self.requests))}
         log_request(self.id, outputs, self.body.user)
         entries = generation.made * _entries(self.body) + sum(map(self._echo_entries, range(len(self.requests))))
-        return await self.context.written(functools.partial(self._completion, outputs), entries)
+        return await self.context.replies.written(functools.partial(self._completion, outputs), entries)
 
     def _completion(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
@@ -106,12 +110,14 @@ class CompletionJob:
             for number, output in enumerate(outputs)
             for place, answer in enumerate(output.outputs)
         ]
-        document = self._document(choices, usage=usage_of(self.tokens, outputs))
+        document = self._document(choices, usage=usage_of(outputs))
         note_draft_tokens(document, self.body, [answer for output in outputs for answer in output.candidates])
         return document
 
     def _generation(self) -> AbstractAsyncContextManager[Generation]:
-        return self.context.generate(self.requests, self.options, form=AnswerForm(self.structure))
+        return self.context.dispatcher.generate(
+            self.requests, AnswerForm(self.structure), timeout=self.body.timeout, streaming=bool(self.body.stream)
+        )
 
     @property
     def _only_read(self) -> bool:
@@ -119,7 +125,8 @@ class CompletionJob:
 
     def _echo_entries(self, number: int) -> int:
         """Tokens and log-probabilities in the echo of a prompt, which every completion repeats."""
-        return len(self.tokens[number]) * (self.body.n or 1) * _entries(self.body) if self.body.echo else 0
+        tokens = len(self.requests[number].prompt_token_ids)
+        return tokens * (self.body.n or 1) * _entries(self.body) if self.body.echo else 0
 
     async def _finished(self, generation: Generation) -> list[RequestOutput]:
         """Return the finished outputs; with max_tokens = 0 those without tokens, once the prompts are read."""
@@ -165,23 +172,23 @@ class CompletionJob:
         if self._only_read:  # the engine has already finished, however slowly the client reads
             for number in range(len(self.requests)):
                 yield await self._echo_event(number, offsets)
-            yield await self.context.events(lambda: self._final_chunks(outputs), 0)
+            yield await self.context.replies.events(lambda: self._final_chunks(outputs), 0)
         if self.body.include_usage:
-            yield await self.context.events(lambda: [self._document([], usage=usage_of(self.tokens, outputs))], 0)
+            yield await self.context.replies.events(lambda: [self._document([], usage=usage_of(outputs))], 0)
 
     async def _generated_events(self, generation: Generation, offsets: dict[int, int]) -> Events:
-        stream_usage = StreamUsage(sum(map(len, self.tokens)))
+        stream_usage = StreamUsage(sum(len(request.prompt_token_ids) for request in self.requests))
         updates = _from_first_sample(generation.updates()) if self.body.echo else generation.updates()
         async for update in updates:
             if self.body.echo and self._index(update.number, 0) not in offsets:
                 yield await self._echo_event(update.number, offsets)
             chunks = functools.partial(self._chunks, update, offsets, stream_usage)
-            yield await self.context.events(chunks, update.entries)
+            yield await self.context.replies.events(chunks, update.entries)
 
     async def _echo_event(self, number: int, offsets: dict[int, int]) -> bytes:
         """Return the events that echo a prompt, whose log-probabilities are known."""
         echo = await self._echo_prompt(number)
-        return await self.context.events(
+        return await self.context.replies.events(
             functools.partial(self._echo, echo, number, offsets), self._echo_entries(number)
         )
 
@@ -207,10 +214,12 @@ class CompletionJob:
             index = self._index(update.number, delta.index)
             offset = offsets.get(index, 0)
             offsets[index] = offset + len(delta.text)
-            usage = stream_usage.add(delta)
+            stream_usage.completion_tokens += len(delta.token_ids)
             if delta.text or delta.ended or self.body.metrics or self.body.logprobs is not None:
                 choice = self._choice(update.number, delta, offset)
-                documents.append(self._document([choice], usage if self.body.continuous_usage else None))
+                documents.append(
+                    self._document([choice], stream_usage.document if self.body.continuous_usage else None)
+                )
                 if delta.ended is not None and len(self.requests) == self.body.answers == 1:
                     note_draft_tokens(documents[-1], self.body, [delta.ended])
         return documents
@@ -244,12 +253,12 @@ class CompletionJob:
         top = self.body.logprobs
         if top is None:
             return None
-        spelling = self.context.spelling
+        spelling = self.context.texts.spelling
         return completion_logprobs(spelling, delta.token_ids, delta.logprobs, delta.pieces, offset, top)
 
     async def _echo_prompt(self, number: int) -> PromptEcho:
         request, prompt = self.requests[number], self.body.prompts[number]
-        return await self.context.in_thread(_echo_of, self.context, request, prompt, self.body.logprobs)
+        return await self.context.texts.run(_echo_of, self.context.texts, request, prompt, self.body.logprobs)
 
 
 async def _from_first_sample(updates: AsyncIterator[Update]) -> AsyncIterator[Update]:
@@ -266,32 +275,10 @@ async def _from_first_sample(updates: AsyncIterator[Update]) -> AsyncIterator[Up
             yield Update.joined(held.pop(update.number))
 
 
-def extras_of(delta: Delta) -> Extras:
-    """The ``paceline`` field that "metrics": true adds to a choice."""
-    extras = Extras(token_ids=list(delta.token_ids), kinds=list(delta.kinds), pieces=list(delta.pieces))
-    if delta.ended is not None:
-        extras.metrics = AnswerMetrics.of(delta.ended)
-    return extras
-
-
-def note_draft_tokens(
-    document: Completion | Chat | ChatChunk, body: GenerationRequest, answers: Sequence[CompletionOutput]
-) -> None:
-    """Add the ``metrics`` field to a document with one answer, if the request has "metrics": true."""
-    if body.metrics and len(answers) == 1:
-        document.metrics = RequestMetrics(speculative_decoding=SpeculativeDecoding.of(answers[0]))
-
-
-def _structure(body: CompletionRequest, params: SamplingParams) -> StructuredOutputs | None:
-    """The form of the completions. Raises ParameterError if it does not fit the other parameters."""
-    wanted = None if body.structured_outputs is None else body.structured_outputs.wanted
-    return replace(params, structured_outputs=wanted).structured_outputs
-
-
 async def _encode(context: Context, prompt: str | list[int], suffix: str | None) -> list[int]:
     if suffix:
-        return await context.encode_gap(prompt, suffix)
-    return await context.encode(prompt) if isinstance(prompt, str) else prompt
+        return await context.texts.encode_gap(prompt, suffix)
+    return await context.texts.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def _entries(body: CompletionRequest) -> int:
@@ -306,13 +293,13 @@ def _echoed(body: CompletionRequest, request: Request) -> Request:
     return replace(request, reading=reading, only_read=body.max_tokens == 0)
 
 
-def _echo_of(context: Context, request: Request, prompt: str | list[int], top: int | None) -> PromptEcho:
+def _echo_of(texts: TextWorker, request: Request, prompt: str | list[int], top: int | None) -> PromptEcho:
     """Return the echo of a prompt that was read. top: log-probabilities per token; None: none at all."""
-    growing, tokens = Detokenizer(context.tokenizer), request.prompt_token_ids
+    growing, tokens = Detokenizer(texts.tokenizer), request.prompt_token_ids
     pieces = [growing.push(token) for token in tokens]
     pieces[-1] += growing.finish()
     text = prompt if isinstance(prompt, str) else "".join(pieces)
     if top is None:
         return PromptEcho(text, None)
     scored = request.reading.logprobs if isinstance(request.reading, PromptScores) else [None]
-    return PromptEcho(text, completion_logprobs(context.spelling, tokens, scored, pieces, 0, top))
+    return PromptEcho(text, completion_logprobs(texts.spelling, tokens, scored, pieces, 0, top))

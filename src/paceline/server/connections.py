@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, defaultdict
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.config import ServerConfig
@@ -16,7 +18,9 @@ MAX_HEADER_BYTES = 32 * 2**10
 _CHUNK = 32 * 2**10  # bytes read at a time, and so the buffer of a connection without a request
 _TINY_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}[;\r]")  # start of a chunk of fewer than 256 bytes
 _MAX_TINY_CHUNKS = 1000  # per body
+_INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 _FIRST_PROBE, _LONGEST_PROBE = 0.05, 1.0  # seconds between two interim responses; the pause doubles
+_KEY = "connection"  # of a request's state, by ASGI
 _SHARE_OF_REQUESTS = 0.75  # of all connections; the others are kept for clients that have not sent a request yet
 
 
@@ -26,10 +30,6 @@ def max_concurrent_requests(connections: int) -> int:
     The remaining connections stay available, so that new clients can always send a request.
     """
     return int(connections * _SHARE_OF_REQUESTS)
-
-
-# beginning: headers (or the rest of an unread body) are arriving; working: a request is being served; idle: keep-alive
-Phase = Literal["beginning", "working", "idle"]
 
 
 class ConnectionTable:
@@ -85,30 +85,52 @@ class ConnectionTable:
             del self._inside_by_client[connection.peer], self._waiting_by_client[connection.peer]
 
 
+@dataclass
+class _Exchange:
+    """A request that the application serves. body_complete: whether it has got all of the body, or there is none."""
+
+    http_version: str
+    is_chunked: bool
+    body_complete: bool
+    response_begun: bool = False
+
+    @staticmethod
+    def of(scope: Scope) -> _Exchange:
+        headers = dict(scope["headers"])
+        is_chunked = b"transfer-encoding" in headers
+        return _Exchange(
+            scope["http_version"], is_chunked, not is_chunked and not headers.get(b"content-length", b"").strip(b"0")
+        )
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with header timeouts, read limits and half-closed connections.
 
-    It relies on uvicorn's private state: ``flow``, ``cycle``, ``conn``.
+    What asyncio calls tells it what arrives. Where its requests are it learns from ``with_connections``: uvicorn calls
+    the application in a task that runs before anything more is read.
     """
 
-    def __init__(self, table: ConnectionTable, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, table: ConnectionTable, *, app_state: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(app_state={**app_state, _KEY: self}, **options)
         self._table, self._limits = table, table.config
         self.inside = True
         self.peer = ""
-        self._phase: Phase = "beginning"
+        self._exchange: _Exchange | None = None
+        self._is_idle = False  # a request is complete, and nothing of the next one has arrived
+        self._is_unread = False  # a request is answered without all of its body
         self._deadline: asyncio.TimerHandle | None = None
         self._half_closed = False  # the client has shut down its sending side
         self._interim_timer: asyncio.TimerHandle | None = None
         self._tiny_chunks = 0  # tiny chunks in the current body
-        self._discarded_bytes = 0  # bytes of a body that arrived after its response
+        self._discarded_bytes = 0  # bytes that arrived after the response to a request that is not read
 
-    # --- called by asyncio and uvicorn -------------------------------------------
+    # --- called by asyncio -------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _CHUNK  # type: ignore[attr-defined]  # asyncio's attribute; the default is 256 KiB
-        self.peer = self.client[0] if self.client else ""
+        peer = transport.get_extra_info("peername")
+        self.peer = str(peer[0]) if peer else ""
         self._table.enter(self)
         if self.inside:
             self._limit_time(self._limits.header_timeout)
@@ -120,7 +142,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._answered_early():
+        if self._is_unread:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > self._limits.max_body_bytes:
                 self.drop()
@@ -131,26 +153,68 @@ class Connection(H11Protocol):
                 self._refuse_tiny_chunks()
                 return
         super().data_received(data)
-        self._update_phase()
+        exchange = self._exchange
+        if exchange is not None and not exchange.body_complete:
+            self.transport.pause_reading()  # resumes when the application reads the body
+        elif exchange is None and self._is_idle:
+            self._is_idle = False
+            self._limit_time(self._limits.header_timeout)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open.
 
         It does if a complete HTTP/1.1 request is in progress: that version has interim responses.
         """
-        is_complete = self._phase == "working" and self.conn.their_state is not h11.SEND_BODY
-        self._half_closed = is_complete and self.scope["http_version"] == "1.1"
+        exchange = self._exchange
+        self._half_closed = exchange is not None and exchange.body_complete and exchange.http_version == "1.1"
         if self._half_closed:
             self._send_interim(_FIRST_PROBE)
         return self._half_closed
 
+    # --- called by uvicorn and the application -----------------------------------
+
+    def begin(self, scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+        """Note that the application serves a request. Returns what it has to receive and send with.
+
+        Reading pauses until the application asks for the body. It resumes just before uvicorn's own code runs, which
+        may pause it, too.
+        """
+        exchange = self._exchange = _Exchange.of(scope)
+        self._is_idle = self._is_unread = False
+        self._discarded_bytes = 0
+        self._table.work(self)
+        self._limit_time(None)
+        if not exchange.body_complete:
+            self.transport.pause_reading()
+
+        async def receive_and_note() -> Message:
+            if self._exchange is exchange:
+                self.transport.resume_reading()
+            message = await receive()
+            exchange.body_complete = not message.get("more_body", False)
+            return message
+
+        async def send_and_note(message: Message) -> None:
+            exchange.response_begun = True
+            await send(message)
+
+        return receive_and_note, send_and_note
+
     def on_response_complete(self) -> None:
-        self._discarded_bytes = self._tiny_chunks = 0
-        self.cycle.body = bytearray()  # drop what was not read
+        """Wait for the next request, or for the rest of a body that was not read."""
+        exchange, self._exchange = self._exchange, None
+        self._tiny_chunks = 0
+        self.transport.resume_reading()
         super().on_response_complete()
-        self._update_phase()
+        if self.transport.is_closing():
+            return
+        self._is_unread = exchange is not None and not exchange.body_complete
+        self._is_idle = not self._is_unread
+        self._table.wait(self)
+        self._limit_time(self._limits.keep_alive_timeout if self._is_idle else self._limits.header_timeout)
         if self._half_closed:
-            self._continue_half_closed()
+            self._stop_interim()
+            asyncio.get_running_loop().call_soon(self._continue_half_closed)  # a pipelined request begins before
 
     # --- limits ------------------------------------------------------------------
 
@@ -158,64 +222,32 @@ class Connection(H11Protocol):
         """Close at once and discard unsent data."""
         self.transport.abort()
 
-    def _update_phase(self) -> None:
-        """Update the phase after each event, and with it the timeout."""
-        if self.transport.is_closing():
-            return
-        phase = self._find_phase()
-        if phase == "working" and self.conn.their_state is h11.SEND_BODY:
-            self.flow.pause_reading()  # resumes when the application reads the body
-        if phase != self._phase:
-            self._phase = phase
-            self._enter_phase()
-
-    def _find_phase(self) -> Phase:
-        if self._answered_early():
-            return "beginning"
-        if self.conn.their_state is not h11.IDLE:
-            return "working"
-        return "beginning" if self.conn.trailing_data[0] else "idle"
-
-    def _enter_phase(self) -> None:
-        if self._phase == "working":
-            self._table.work(self)
-            self._limit_time(None)
-            return
-        self._table.wait(self)
-        idle = self._phase == "idle"
-        self._limit_time(self._limits.keep_alive_timeout if idle else self._limits.header_timeout)
-
-    def _answered_early(self) -> bool:
-        """Return whether the response is complete but part of the request's body has not arrived."""
-        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
-
     def _count_tiny_chunks(self, data: bytes) -> None:
         """Count the tiny chunks of a body. Parsing very many of them would block the event loop."""
-        if self.conn.their_state is h11.SEND_BODY:
-            in_chunks = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if self._exchange is not None and not self._exchange.body_complete:
+            in_chunks = self._exchange.is_chunked
         else:
             in_chunks = b"chunked" in data.lower()  # the chunk may include the request's head
         if in_chunks:
             self._tiny_chunks += len(_TINY_CHUNK.findall(data))
 
     def _refuse_tiny_chunks(self) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.send_400_response("the body has too many chunks of a few bytes: send larger ones")
-        else:
+        if self._exchange is not None and self._exchange.response_begun:
             self.drop()
+        else:
+            self.send_400_response("the body has too many chunks of a few bytes: send larger ones")
 
     def _limit_time(self, seconds: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.drop)
+        self._deadline = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.drop)
 
     def _continue_half_closed(self) -> None:
         """Continue with the next pipelined request, or close."""
-        self._stop_interim()
-        if self._phase == "working":
-            self._send_interim(_FIRST_PROBE)
-        else:
+        if self._exchange is None:
             self.transport.close()
+        else:
+            self._send_interim(_FIRST_PROBE)
 
     def _send_interim(self, pause: float) -> None:
         """Send an interim response (102) repeatedly until the response begins.
@@ -223,13 +255,25 @@ class Connection(H11Protocol):
         A client that only shut down its sending side waits for the response. A client that is gone looks the same, but
         its host answers data with a reset, which the next write detects.
         """
-        if self.cycle.response_started or self.transport.is_closing():
+        if self._exchange is None or self._exchange.response_begun or self.transport.is_closing():
             return
-        interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-        self.transport.write(self.conn.send(interim) or b"")
-        self._interim_timer = self.loop.call_later(pause, self._send_interim, min(2 * pause, _LONGEST_PROBE))
+        self.transport.write(_INTERIM)
+        loop = asyncio.get_running_loop()
+        self._interim_timer = loop.call_later(pause, self._send_interim, min(2 * pause, _LONGEST_PROBE))
 
     def _stop_interim(self) -> None:
         if self._interim_timer is not None:
             self._interim_timer.cancel()
             self._interim_timer = None
+
+
+def with_connections(app: ASGIApp) -> ASGIApp:
+    """Return the application, whose requests the connections on which they came follow."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            connection: Connection = scope["state"].pop(_KEY)
+            receive, send = connection.begin(scope, receive, send)
+        await app(scope, receive, send)
+
+    return serve

@@ -1,14 +1,16 @@
-"""What a request gained in a round, copied out of the engine's outputs so that other threads can read it."""
+"""What a request gained in a round, copied for the event loop, and its way to clients that may read slowly."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import asyncio
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
 from paceline.core.outputs import CompletionOutput, RequestOutput, TokenKind, TokenLogprob
+from paceline.server.errors import ApiError
 
 T = TypeVar("T")
 
@@ -66,7 +68,8 @@ class Update:
     @property
     def entries(self) -> int:
         """Tokens and log-probabilities: the measure of how long serializing takes."""
-        return sum(len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs) for delta in self.deltas)
+        tokens = sum([len(delta.token_ids) for delta in self.deltas])
+        return tokens + sum([len(entry.top) for delta in self.deltas for entry in delta.logprobs])
 
     @staticmethod
     def joined(updates: Sequence[Update]) -> Update:
@@ -93,10 +96,11 @@ class OutputCursor:
 
     def take_new(self) -> list[Delta]:
         """Return what was added since the last call."""
-        return [self._take(answer) for answer in self.output.candidates if self._has_new(answer)]
-
-    def _has_new(self, answer: CompletionOutput) -> bool:
-        return not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
+        return [
+            self._take(answer)
+            for answer in self.output.candidates
+            if not self.ended[answer.index] and (answer.finished or len(answer.token_ids) > self.tokens[answer.index])
+        ]
 
     def _take(self, answer: CompletionOutput) -> Delta:
         index = answer.index
@@ -112,3 +116,47 @@ class OutputCursor:
             logprobs=[] if answer.logprobs is None else answer.logprobs[first:],
             ended=answer if answer.finished else None,
         )
+
+
+MailboxItem = Update | ApiError
+MAX_UNREAD = 64  # updates that are queued without being merged
+
+
+class Mailbox:
+    """Updates of one request. When too many are queued, they are merged: a slow client gets fewer and longer updates.
+
+    The memory for a client that does not read is bounded by the length of its answers. Not thread-safe: call it from
+    the event loop only.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[MailboxItem] = deque()
+        self._arrived = asyncio.Event()
+        self._max_items = MAX_UNREAD
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: MailboxItem) -> None:
+        """Add an update without waiting."""
+        self._items.append(item)
+        self._arrived.set()
+        if len(self._items) > self._max_items:
+            self._join()
+
+    async def get(self) -> MailboxItem:
+        """Wait for and return the oldest update."""
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._items.popleft()
+
+    def _join(self) -> None:
+        """Merge to one update per prompt, followed by the first error. Merge again at twice that number."""
+        of_prompt: defaultdict[int, list[Update]] = defaultdict(list)
+        failures = [item for item in self._items if isinstance(item, ApiError)]
+        for item in self._items:
+            if isinstance(item, Update):
+                of_prompt[item.number].append(item)
+        self._items = deque([*map(Update.joined, of_prompt.values()), *failures[:1]])
+        self._max_items = max(MAX_UNREAD, 2 * len(self._items))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from paceline.server.threads import WorkerThread
+
+_SHORT_REPLY = 512  # tokens and log-probabilities; serializing them takes a millisecond
 _DEEP = 5  # document, choices, choice, log-probabilities, tokens; deeper values are short
 
 
@@ -37,6 +40,34 @@ def named_event(name: str, document: bytes) -> bytes:
 def typed_events(documents: Iterable[Mapping[str, Any]]) -> bytes:
     """Serialize documents as server-sent events named by their "type"."""
     return b"".join(named_event(document["type"], to_json(document)) for document in documents)
+
+
+class ReplyWriter(WorkerThread):
+    """Serializes short replies at once, and long ones in a thread.
+
+    build: makes the documents. entries: their tokens and log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("replies")
+
+    async def written(self, build: Callable[[], BaseModel], entries: int) -> bytes:
+        """Serialize a reply."""
+        if entries <= _SHORT_REPLY:
+            return written(build())
+        return await self.run(lambda: written_in_pieces(build()))
+
+    async def events(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
+        """Serialize documents as server-sent events."""
+        if entries <= _SHORT_REPLY:
+            return b"".join(event(written(document)) for document in build())
+        return await self.run(lambda: b"".join(event(written_in_pieces(document)) for document in build()))
+
+    async def typed_events(self, build: Callable[[], Iterable[Mapping[str, Any]]], entries: int) -> bytes:
+        """Serialize documents as server-sent events named by their "type"."""
+        if entries <= _SHORT_REPLY:
+            return typed_events(build())
+        return await self.run(lambda: typed_events(build()))
 
 
 def _pieces(value: object, depth: int) -> Iterator[bytes]:

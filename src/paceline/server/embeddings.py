@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
@@ -17,8 +16,8 @@ from paceline.config import PoolingName
 from paceline.engine.engine import Request
 from paceline.engine.scoring import EMBEDDED, PooledStates
 from paceline.server import errors, limits
-from paceline.server.context import Context, RequestOptions
-from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, some
+from paceline.server.context import Context
+from paceline.server.protocol import ApiRequest, Label, Positive, TokenIds, bounded_list
 
 
 class EmbeddingRequest(ApiRequest):
@@ -33,8 +32,8 @@ class EmbeddingRequest(ApiRequest):
     input: (
         str
         | TokenIds
-        | Annotated[list[str], some(limits.MAX_EMBEDDINGS)]
-        | Annotated[list[TokenIds], some(limits.MAX_EMBEDDINGS)]
+        | Annotated[list[str], bounded_list(limits.MAX_EMBEDDINGS)]
+        | Annotated[list[TokenIds], bounded_list(limits.MAX_EMBEDDINGS)]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -85,7 +84,6 @@ class EmbeddingJob:
     body: EmbeddingRequest
     requests: list[Request]
     texts: list[PooledStates]
-    options: RequestOptions
 
     @classmethod
     @errors.names_long_text("input")
@@ -96,8 +94,7 @@ class EmbeddingJob:
             raise errors.invalid(
                 f"embeddings are those of {context.model_name!r}; adapters only generate text", "model"
             )
-        options = RequestOptions(client, body.priority or 0, time.monotonic(), body.timeout, streaming=False)
-        tokens = [await context.encode(text) if isinstance(text, str) else text for text in body.inputs]
+        tokens = [await context.texts.encode(text) if isinstance(text, str) else text for text in body.inputs]
         pooling = context.llm.pooling_or_default(body.pooling)
         texts = [PooledStates(each, pooling) for each in tokens]
         requests = [
@@ -106,7 +103,7 @@ class EmbeddingJob:
                 EMBEDDED,
                 request_id=context.new_id("text"),
                 client=client,
-                priority=options.priority,
+                priority=body.priority or 0,
                 reading=each,
                 only_read=True,
             )
@@ -115,13 +112,13 @@ class EmbeddingJob:
         for request in requests:
             context.llm.engine.check(request)
         await _check_size(context, body, len(tokens))
-        return cls(context, body, requests, texts, options)
+        return cls(context, body, requests, texts)
 
     async def answer(self) -> bytes:
         """Return the whole response as JSON. Raises ApiError."""
-        await self.context.embed(self.requests, self.options)
+        await self.context.dispatcher.embed(self.requests, self.body.timeout)
         vectors = [_first(self.body.dimensions, text.vector).tolist() for text in self.texts]
-        return await self.context.written(lambda: self._document(vectors), sum(map(len, vectors)))
+        return await self.context.replies.written(lambda: self._document(vectors), sum(map(len, vectors)))
 
     def _document(self, vectors: Sequence[list[float]]) -> EmbeddingList:
         tokens = sum(len(text.token_ids) for text in self.texts)
@@ -138,7 +135,7 @@ class EmbeddingJob:
 
 
 async def _check_size(context: Context, body: EmbeddingRequest, texts: int) -> None:
-    width = await context.embedding_width()
+    width = await context.dispatcher.embedding_width()
     if body.dimensions is not None and body.dimensions > width:
         raise errors.invalid(f"dimensions must be at most {width}, the model's", "dimensions")
     most = limits.MAX_EMBEDDING_NUMBERS // width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -18,8 +18,8 @@ from paceline.errors import (
     StructureError,
 )
 from paceline.server.limits import MAX_FAULT, MAX_FAULTS, MAX_MESSAGE, MAX_SHOWN
-from paceline.server.shares import Full
 
+Full = Literal["server", "client"]  # which limit is reached: over all clients, or of one
 INVALID = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"

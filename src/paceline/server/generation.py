@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -13,8 +13,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.engine.engine import Request
 from paceline.server import errors
 from paceline.server.admission import AdmissionTicket
-from paceline.server.delta import Update
-from paceline.server.mailbox import Mailbox
+from paceline.server.delta import Mailbox, Update
 from paceline.server.service import EngineService, Submission
 
 T = TypeVar("T")
@@ -25,20 +24,15 @@ class ClientGoneError(Exception):
 
 
 class Generation:
-    """The prompts of one request in the engine.
+    """The prompts of one HTTP request in the engine. Leaving the ``async with`` block aborts those that are unfinished.
 
-    ``async with`` submits them and aborts what is unfinished when it is left. Raises ApiError if the engine fails them.
+    streaming: whether tokens are delivered round by round.
     """
 
-    def __init__(
-        self, service: EngineService, requests: Iterable[tuple[Request, AdmissionTicket | None]], streaming: bool
-    ) -> None:
-        self._service = service
+    def __init__(self, service: EngineService, *, streaming: bool) -> None:
+        self._service, self._streaming = service, streaming
         self._inbox = Mailbox()
-        self._submissions = [
-            Submission(n, request, ticket, self._inbox, streaming) for n, (request, ticket) in enumerate(requests)
-        ]
-        self._open = {submission.number: submission for submission in self._submissions}
+        self._submissions: list[Submission] = []
         self.outputs: dict[int, RequestOutput] = {}
 
     @property
@@ -46,24 +40,28 @@ class Generation:
         """Tokens generated so far, over all answers."""
         return sum(submission.made for submission in self._submissions)
 
+    def submit(self, request: Request, ticket: AdmissionTicket | None = None) -> None:
+        """Submit one more prompt. ticket: None for a text that is admitted together with others."""
+        submission = Submission(len(self._submissions), request, ticket, self._inbox, self._streaming)
+        self._submissions.append(submission)
+        self._service.submit(submission)
+
     async def __aenter__(self) -> Generation:
-        for submission in self._submissions:
-            self._service.submit(submission)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for submission in self._open.values():
-            assert submission.request.request_id is not None
-            self._service.abort(submission.request.request_id)
+        for submission in self._submissions:
+            if submission.number not in self.outputs:
+                assert submission.request.request_id is not None
+                self._service.abort(submission.request.request_id)
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield updates until all prompts are finished. Raises ApiError if one fails."""
-        while self._open:
+        while len(self.outputs) < len(self._submissions):
             update = await self._inbox.get()
             if isinstance(update, errors.ApiError):
                 raise update
             if update.output is not None:
-                del self._open[update.number]
                 self.outputs[update.number] = update.output
             yield update
 

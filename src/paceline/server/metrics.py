@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic import BaseModel
 
 from paceline.core.cache_budget import CacheUsage
-from paceline.core.draft import HostVerdict
+from paceline.core.draft import Verdict
 from paceline.core.outputs import CompletionOutput, Latency, RequestOutput
 from paceline.engine.engine import Engine
 from paceline.engine.utilisation import Arithmetic
@@ -208,20 +208,20 @@ class Meter:
         """Record the last round. Called after every step; does nothing if the step ran no round."""
         if engine.last_verdict is None:
             return
-        verdict, now = engine.last_verdict.host, self._clock()
+        verdict, now = engine.last_verdict, self._clock()
         kept, made, seconds = sum(verdict.accepted), sum(verdict.drafted), engine.chunks.rounds.last
         rows, deepest = len(verdict.accepted), max(verdict.depths)
         round_ = RoundRecord(now, rows, deepest, made, kept, seconds, verdict.rows_saved_by_sibling)
         with self._lock:
             self._recent.append(round_)
             self._rounds += 1
-        self._rounds_by.labels(engine.runners.current).inc()
+        self._rounds_by.labels(engine.rounds.place.name).inc()
         self._count(verdict, round_)
         self._since_line.append(round_)
         if now - self._line_at >= self._log_interval:
             self._write_line(engine, now)
 
-    def _count(self, verdict: HostVerdict, round_: RoundRecord) -> None:
+    def _count(self, verdict: Verdict, round_: RoundRecord) -> None:
         self._batch_size.set(round_.rows)
         self._length.set(round_.k)
         self._row_rounds.inc(round_.rows)

@@ -120,34 +120,39 @@ class StreamOptions(Strict):
         return self
 
 
-def few(most: int) -> BeforeValidator:
+def max_entries(limit: int) -> BeforeValidator:
     """Refuse a long dictionary before its entries are checked: all wrong values would be listed."""
 
     def check(entries: object) -> object:
-        if isinstance(entries, dict) and len(entries) > most:
-            raise PydanticCustomError("too_long", "at most {most} entries", {"most": most})
+        if isinstance(entries, dict) and len(entries) > limit:
+            raise PydanticCustomError("too_long", "at most {most} entries", {"most": limit})
         return entries
 
     return BeforeValidator(check)
 
 
-def some(most: int | None = None, least: int | None = None) -> Any:
+def bounded_list(max_length: int | None = None, min_length: int | None = None) -> Any:
     """A list of limited length, checked up to its first fault."""
-    return Field(min_length=least, max_length=most, fail_fast=True)
+    return Field(min_length=min_length, max_length=max_length, fail_fast=True)
+
+
+def optional(description: str) -> Any:
+    """A field that may be left out."""
+    return Field(None, description=description)
 
 
 Label = Annotated[str, Field(max_length=limits.MAX_LABEL)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], some()]
-Bias = Annotated[dict[str, float], few(limits.MAX_LOGIT_BIAS), Field(max_length=limits.MAX_LOGIT_BIAS)]
+TokenIds = Annotated[list[TokenId], bounded_list()]
+Bias = Annotated[dict[str, float], max_entries(limits.MAX_LOGIT_BIAS), Field(max_length=limits.MAX_LOGIT_BIAS)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=limits.MAX_METADATA_KEY)], Label],
-    few(limits.MAX_METADATA),
+    max_entries(limits.MAX_METADATA),
     Field(max_length=limits.MAX_METADATA),
 ]
 Positive = Annotated[float, Field(gt=0)]
 Milliseconds = Annotated[float, Field(ge=1000 * MIN_TIME_BUDGET, le=1000 * MAX_SECONDS)]
-Strings = str | Annotated[list[str], some(limits.MAX_STOP_STRINGS)]
+Strings = str | Annotated[list[str], bounded_list(limits.MAX_STOP_STRINGS)]
 
 SPELLED_OTHERWISE: Mapping[str, str] = {
     "time_budget": "deadline_ms",
@@ -162,8 +167,8 @@ SPELLED_OTHERWISE: Mapping[str, str] = {
 _LIMITED: Mapping[str, Any] = {
     "stop": Strings,
     "bad_words": Strings,
-    "stop_token_ids": Annotated[list[TokenId], some(limits.MAX_STOP_TOKEN_IDS)],
-    "allowed_token_ids": Annotated[list[TokenId], some(limits.MAX_ALLOWED_TOKEN_IDS)],
+    "stop_token_ids": Annotated[list[TokenId], bounded_list(limits.MAX_STOP_TOKEN_IDS)],
+    "allowed_token_ids": Annotated[list[TokenId], bounded_list(limits.MAX_ALLOWED_TOKEN_IDS)],
     "logit_bias": Bias,
     "cache_salt": Annotated[str, Field(min_length=1, max_length=limits.MAX_LABEL)],
 }
@@ -174,16 +179,16 @@ def _sampling_fields() -> dict[str, Any]:
     """Every other field of ``SamplingParams``, with its type as pydantic checks it and its description."""
     hints, rules = get_type_hints(SamplingParams), rules_of(SamplingParams)
     return {
-        name: (_LIMITED.get(name, hints[name]) | None, Field(None, description=_described(said, rules[name])))
-        for name, said in helps_of(SamplingParams).items()
+        name: (_LIMITED.get(name, hints[name]) | None, optional(_described(help_text, rules[name])))
+        for name, help_text in helps_of(SamplingParams).items()
         if name not in SPELLED_OTHERWISE
     }
 
 
-def _described(said: Help, rule: Rule) -> str:
+def _described(help_text: Help, rule: Rule) -> str:
     """The description of a field, with the range of a number."""
     (only,) = rule.rules if isinstance(rule, AnyOf) else (rule,)
-    return f"{said.whole} Allowed: {rule.allowed}." if isinstance(only, (Whole, Number)) else said.whole
+    return f"{help_text.whole} Allowed: {rule.allowed}." if isinstance(only, (Whole, Number)) else help_text.whole
 
 
 if TYPE_CHECKING:
@@ -208,14 +213,14 @@ def text_of(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def refuser(kinds: Mapping[str, str], noun: str) -> BeforeValidator:
-    """A validator that refuses objects of known types by their name."""
+def reject_types(reasons: Mapping[str, str], noun: str) -> BeforeValidator:
+    """Refuse objects of known types by name. reasons: by type, why it is not supported. noun: what the objects are."""
 
     def check(part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        why = kinds.get(kind) if isinstance(kind, str) else None
+        type_name = part.get("type") if isinstance(part, dict) else None
+        why = reasons.get(type_name) if isinstance(type_name, str) else None
         if why is not None:
-            context = {"noun": noun, "kind": kind, "why": why}
+            context = {"noun": noun, "kind": type_name, "why": why}
             raise PydanticCustomError("part", "{noun} of type {kind} are not supported: {why}", context)
         return part
 
@@ -231,11 +236,6 @@ class RefusalPart(Strict):
     @property
     def text(self) -> str:
         return self.refusal
-
-
-def said(description: str, **limits: Any) -> Any:
-    """A field that may be left out."""
-    return Field(None, description=description, **limits)
 
 
 class ApiRequest(Strict):
@@ -261,19 +261,58 @@ class ApiRequest(Strict):
         return {name: value for name, value in data.items() if name not in passed_over}
 
 
-class GenerationRequest(ApiRequest, SamplingFields):
+class AnsweredRequest(ApiRequest):
+    """A body that asks for answers."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def deadline_ms(self) -> float | None: ...
+
+    @property
+    def answers(self) -> int:
+        """Number of answers sampled for each prompt."""
+        return 1
+
+    def answer_limit(self, left: int) -> int:
+        """Most tokens of an answer. left: tokens that the context has left."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token; None for no log-probabilities."""
+        return None
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """The required form of the answer's text. Raises ParameterError."""
+        raise NotImplementedError
+
+    def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
+        """The sampling parameters; those of ``base`` where the body has none. Raises ParameterError.
+
+        left: as in ``answer_limit``.
+        """
+        names = SamplingFields.model_fields
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        budget = None if self.deadline_ms is None else self.deadline_ms / 1000
+        own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs, "time_budget": budget}
+        return SamplingParams.from_mapping(given | own, base)
+
+
+class GenerationRequest(AnsweredRequest, SamplingFields):
     """Fields that completions and chats share. None (or absent) leaves a sampling parameter at its default."""
 
-    model: Label | None = said("Name of the model.")
-    stream: bool | None = said("Send the answer in parts, as server-sent events.")
+    model: Label | None = optional("Name of the model.")
+    stream: bool | None = optional("Send the answer in parts, as server-sent events.")
     stream_options: StreamOptions | None = None
-    user: Label | None = said("A label, repeated in the log.")
-    timeout: Positive | None = said("Seconds after which the request is cancelled with an error.")
-    deadline_ms: Milliseconds | None = said(
+    user: Label | None = optional("A label, repeated in the log.")
+    timeout: Positive | None = optional("Seconds after which the request is cancelled with an error.")
+    deadline_ms: Milliseconds | None = optional(
         "Milliseconds from the request's arrival after which its answers end as they are."
     )
     metrics: bool = Field(False, description="Report the cost of each answer and the kind of each token.")
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = said(
+    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
         "Higher values wait while lower ones do. 0, the default, is the lowest: a request may let others pass, but "
         "not overtake them."
     )
@@ -312,21 +351,7 @@ class GenerationRequest(ApiRequest, SamplingFields):
 
     @property
     def answers(self) -> int:
-        """Number of answers sampled for each prompt."""
         return self.best_of or self.n or 1
-
-    def answer_limit(self, left: int) -> int:
-        """Most tokens of an answer. left: tokens that the context has left, which -1 asks for."""
-        raise NotImplementedError
-
-    def sampling(self, base: SamplingParams, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The request's sampling parameters; those of ``base`` where it has none. Raises ParameterError."""
-        names = SamplingFields.model_fields
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        budget = None if self.deadline_ms is None else self.deadline_ms / 1000
-        return SamplingParams.from_mapping(
-            given | {"max_tokens": max_tokens, "logprobs": logprobs, "time_budget": budget}, base
-        )
 
 
 def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
@@ -334,7 +359,7 @@ def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
     return any(type(value) is type(each) and value == each for each in harmless)
 
 
-class TurnRequest(ApiRequest):
+class TurnRequest(AnsweredRequest):
     """Fields of APIs that give one answer to a conversation: how it is sampled and served. None is the default.
 
     structure_field: the API's name for the required form of the answer's text. Others: as in ``GenerationRequest``.
@@ -351,16 +376,6 @@ class TurnRequest(ApiRequest):
     timeout: Positive | None = None
     deadline_ms: Milliseconds | None = None
 
-    @property
-    def structure(self) -> StructuredOutputs | None:
-        """The required form of the answer's text. Raises ParameterError."""
-        raise NotImplementedError
-
-    @property
-    def logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each token of the text; None for no log-probabilities."""
-        return None
-
     if TYPE_CHECKING:
 
         @property
@@ -371,10 +386,10 @@ class StructuredFields(Strict):
     """Form of an answer, by vLLM's names: exactly one of these."""
 
     json_: dict[str, JsonValue] | str | None = Field(None, alias="json", description="A JSON schema.")
-    json_object: bool | None = said("Any JSON object.")
-    regex: str | None = said("A regular expression that the whole answer matches.")
-    choice: Annotated[list[str], some()] | None = said("Texts of which the answer is one.")
-    grammar: str | None = said("A grammar in llguidance's Lark syntax.")
+    json_object: bool | None = optional("Any JSON object.")
+    regex: str | None = optional("A regular expression that the whole answer matches.")
+    choice: Annotated[list[str], bounded_list()] | None = optional("Texts of which the answer is one.")
+    grammar: str | None = optional("A grammar in llguidance's Lark syntax.")
 
     @property
     def wanted(self) -> StructuredOutputs:
@@ -397,8 +412,8 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], some(limits.MAX_PROMPTS)]
-        | Annotated[list[TokenIds], some(limits.MAX_PROMPTS)]
+        | Annotated[list[str], bounded_list(limits.MAX_PROMPTS)]
+        | Annotated[list[TokenIds], bounded_list(limits.MAX_PROMPTS)]
     )
     suffix: str | None = None
     echo: bool | None = None
@@ -421,7 +436,15 @@ class CompletionRequest(GenerationRequest):
     def answer_limit(self, left: int) -> int:
         if self.max_tokens is None:
             return COMPLETION_MAX_TOKENS
-        return left if self.max_tokens == -1 else self.max_tokens
+        return left if self.max_tokens == -1 else self.max_tokens or 1  # 0: only the prompt is read
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        return None if self.structured_outputs is None else self.structured_outputs.wanted
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

@@ -1,11 +1,12 @@
-"""Limits per API key: concurrent requests, and tokens per minute."""
+"""Limits per client: of what all clients share, and of API keys (concurrent requests, tokens per minute)."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import ceil
 
@@ -16,6 +17,35 @@ from paceline.server.clients import key_name
 
 LIMITS = ("max_requests", "max_tokens_per_minute")
 _LIMIT = re.compile(rf"({'|'.join(LIMITS)})=([1-9][0-9]{{0,9}})", re.ASCII)
+
+
+class SharedLimit:
+    """A limit over all clients with a lower one per client, so that no client can use up everything.
+
+    It counts units (requests or bytes). Not thread-safe: call it from the event loop only.
+    """
+
+    def __init__(self, total: int, per_client: int) -> None:
+        self._total, self._per_client = total, per_client
+        self.taken = 0
+        self._by_client: Counter[str] = Counter()
+
+    def take(self, client: str, units: int = 1) -> errors.Full | None:
+        """Take ``units``, or return which limit prevents it."""
+        if self.taken + units > self._total:
+            return "server"
+        if self._by_client[client] + units > self._per_client:
+            return "client"
+        self.taken += units
+        self._by_client[client] += units
+        return None
+
+    def give(self, client: str, units: int = 1) -> None:
+        """Return units that were taken."""
+        self.taken -= units
+        self._by_client[client] -= units
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 @dataclass(frozen=True)
@@ -42,13 +72,6 @@ def read_key(line: str) -> ApiKey:
     return ApiKey(secret, **limits)
 
 
-@dataclass
-class TokenUsage:
-    """Tokens that a request has used. The request sets it before it ends."""
-
-    used: int = 0
-
-
 class _Account:
     """A key's running requests and its token bucket, which refills continuously up to one minute's tokens."""
 
@@ -58,16 +81,18 @@ class _Account:
         self._left = float(key.max_tokens_per_minute or 0)
 
     @contextmanager
-    def hold(self, tokens: int) -> Iterator[TokenUsage]:
+    def hold(self, tokens: int) -> Iterator[None]:
         self._check(tokens)
         self._requests += 1
         self._left -= tokens
-        usage = TokenUsage()
         try:
-            yield usage
+            yield
         finally:
             self._requests -= 1
-            self._left += tokens - usage.used
+            self._left += tokens
+
+    def charge(self, tokens: int) -> None:
+        self._left -= tokens
 
     def _check(self, tokens: int) -> None:
         max_requests, per_minute = self._key.max_requests, self._key.max_tokens_per_minute
@@ -94,14 +119,16 @@ class Quotas:
         self._accounts = {key_name(key.secret): _Account(key, clock) for key in keys if key != ApiKey(key.secret)}
 
     @contextmanager
-    def hold(self, client: str, tokens: int) -> Iterator[TokenUsage]:
-        """Reserve ``tokens`` of the client's key for the block; return the unused ones at its end.
+    def hold(self, client: str, tokens: int) -> Iterator[None]:
+        """Count a request of the client's key, and reserve ``tokens`` of it, for the block.
 
-        Raises ApiError (429) if the key is at its limit.
+        The block charges those that were used. Raises ApiError (429) if the key is at its limit.
         """
         account = self._accounts.get(client)
-        if account is None:
-            yield TokenUsage()
-            return
-        with account.hold(tokens) as usage:
-            yield usage
+        with nullcontext() if account is None else account.hold(tokens):
+            yield
+
+    def charge(self, client: str, tokens: int) -> None:
+        """Count used tokens of the client's key."""
+        if client in self._accounts:
+            self._accounts[client].charge(tokens)

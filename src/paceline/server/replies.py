@@ -353,20 +353,3 @@ class Health(BaseModel):
     """Response of ``/health``. status: "ready"; with 503 "stalled" or the phase of the start or stop."""
 
     status: str
-
-
-def openai_finish_reason(answer: CompletionOutput, calls: bool = False) -> OpenAIFinishReason | None:
-    """Map to OpenAI's finish reasons. A deadline counts as "length"; ``stop_reason`` tells them apart.
-
-    calls: whether the answer has tool calls.
-    """
-    if answer.finish_reason is None:
-        return None
-    if calls and answer.finish_reason == "stop":
-        return "tool_calls"
-    return "stop" if answer.finish_reason == "stop" else "length"
-
-
-def stop_reason(answer: CompletionOutput) -> str | int | None:
-    """Return the stop string or token id that ended the answer, or "deadline"."""
-    return "deadline" if answer.finish_reason == "deadline" else answer.stop_reason

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from paceline.config import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
-from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable
+from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable, with_connections
 from paceline.server.ending import watch_signals
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
@@ -42,7 +42,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, config: ServerConfig, give_up: Callable[[errors.ApiError], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                with_connections(app),
                 loop="asyncio",  # the only tested loop; connections.py relies on it
                 http=cast(Any, functools.partial(Connection, ConnectionTable(config))),
                 ws="none",
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=math.ceil(config.keep_alive_timeout),
                 log_config=None,
-                access_log=True,  # includes the request id from the context variable of tracing.py
+                access_log=True,  # includes the request id from the context variable of ``Tracing``
                 server_header=False,
                 timeout_graceful_shutdown=int(config.shutdown_timeout) + LAST_WORDS,
             )

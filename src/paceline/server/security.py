@@ -18,10 +18,9 @@ from paceline.server import errors
 from paceline.server.clients import address_of, key_in
 from paceline.server.connections import max_concurrent_requests
 from paceline.server.generation import ClientGoneError
-from paceline.server.heads import checked_head, header
+from paceline.server.http_heads import checked_head, header
 from paceline.server.metrics import Meter
-from paceline.server.quotas import read_key
-from paceline.server.shares import SharedLimit
+from paceline.server.quotas import SharedLimit, read_key
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})  # reachable without a key: for load balancers and browsers
 UPLOADS = "/v1/files"  # input files of batches
@@ -113,7 +112,7 @@ class Gate:
         except errors.ApiError as error:
             await self._refuse(error, scope, receive, send)
             return
-        if _is_open(scope["path"]):
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_TREE):
             await self._app(scope, _replay(b"", receive), send)
         else:
             await self._guarded(scope, receive, send)
@@ -137,12 +136,10 @@ class Gate:
             raise errors.unauthorized()
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise errors.encoded()
-        announced, limit = header(scope, b"content-length"), self._longest_body(scope)
+        announced = header(scope, b"content-length")
+        limit = self._config.max_upload_bytes if self._is_upload(scope) else self._config.max_body_bytes
         if announced.isdigit() and int(announced) > limit:
             raise errors.too_large(limit)
-
-    def _longest_body(self, scope: Scope) -> int:
-        return self._config.max_upload_bytes if self._is_upload(scope) else self._config.max_body_bytes
 
     def _is_upload(self, scope: Scope) -> bool:
         """Return whether the body is a file, which is streamed to disk instead of held in memory."""
@@ -161,7 +158,8 @@ class Gate:
         body = _Body(self._bytes, client, self._config.max_body_bytes)
         try:
             if scope["method"] == "POST":  # bodies of other methods have no meaning
-                await self._read(body, receive)
+                async with _in_time(self._config.body_timeout):
+                    await body.read(receive)
         except ClientGoneError:
             return
         except errors.ApiError as error:
@@ -170,10 +168,6 @@ class Gate:
             await self._app(scope, _replay(bytes(body.data), receive), send)
         finally:
             body.give_back()
-
-    async def _read(self, body: _Body, receive: Receive) -> None:
-        async with _in_time(self._config.body_timeout):
-            await body.read(receive)
 
     async def _refuse(self, error: errors.ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._meter.refused(error)
@@ -256,10 +250,6 @@ def _take(shares: SharedLimit, client: str, units: int, name: str) -> None:
     full = shares.take(client, units)
     if full is not None:
         raise errors.busy(name, full)
-
-
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_TREE)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -24,8 +24,7 @@ from paceline.models.base import SharedModel
 from paceline.progress import steps_with_bar
 from paceline.server import errors
 from paceline.server.admission import AdmissionTicket
-from paceline.server.delta import OutputCursor, Update
-from paceline.server.mailbox import Mailbox, MailboxItem
+from paceline.server.delta import Mailbox, MailboxItem, OutputCursor, Update
 from paceline.server.metrics import Meter, TokenTimes
 
 if TYPE_CHECKING:
@@ -99,6 +98,7 @@ class EngineService:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, _LiveRequest] = {}
         self._llm: LLM | None = None
+        self._engine: Engine | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -120,8 +120,8 @@ class EngineService:
     @property
     def engine(self) -> Engine:
         """The engine, for the thread that runs it."""
-        assert self._llm is not None, "the model is loaded first"
-        return self._llm.engine
+        assert self._engine is not None, "the model is loaded first"
+        return self._engine
 
     @property
     def is_loading(self) -> bool:
@@ -171,10 +171,11 @@ class EngineService:
             self._on_end()
         finally:
             self.state, self._step_began = "stopped", None
-            self._llm = None
+            self._llm = self._engine = None
 
     def _prepare(self) -> None:
         self._llm = self._load()
+        self._engine = self._llm.engine
         self.state = "warming up"
         log.info("%s", self.engine.describe())
         target = self.engine.models.target
@@ -192,16 +193,17 @@ class EngineService:
 
     def _warm_up(self) -> None:
         """Decode a short batch of full width, half of it greedy. Lazy initialization happens now, not in a request."""
-        tokens = max(1, min(_WARM_UP_TOKENS, self.engine.max_model_len - 2))
-        for row in range(self.engine.config.max_batch_size):
+        engine = self.engine
+        tokens = max(1, min(_WARM_UP_TOKENS, engine.max_model_len - 2))
+        for row in range(engine.config.max_batch_size):
             params = SamplingParams(
                 temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True, keep_prefix=False
             )
-            prompt = [0] * min(2, self.engine.max_model_len - 1)
-            reading = PooledStates(prompt) if self.engine.models.embeds_only else None
-            self.engine.add(Request(prompt, params, reading=reading, only_read=reading is not None))
-        while self.engine.busy:
-            self.engine.step()
+            prompt = [0] * min(2, engine.max_model_len - 1)
+            reading = PooledStates(prompt) if engine.models.embeds_only else None
+            engine.add(Request(prompt, params, reading=reading, only_read=reading is not None))
+        while engine.busy:
+            engine.step()
 
     def _capture_ahead(self) -> None:
         """Capture CUDA graphs.
@@ -218,7 +220,8 @@ class EngineService:
 
     def _turn(self) -> None:
         """Run all queued commands, then one round. Sleep while there is neither a command nor a request."""
-        idle = not self.engine.busy
+        engine = self.engine
+        idle = not engine.busy
         if idle:
             self._step_began = None
         commands = [self._inbox.get()] if idle else []
@@ -227,21 +230,21 @@ class EngineService:
         self._step_began = time.monotonic()
         for command in commands:
             command()
-        if self.engine.busy:
-            self._round()
-        self.meter.update_gauges(self.engine)
+        if engine.busy:
+            self._round(engine)
+        self.meter.update_gauges(engine)
 
-    def _round(self) -> None:
+    def _round(self, engine: Engine) -> None:
         try:
-            changed = self.engine.step()
+            changed = engine.step()
         except RankError:  # the engine cannot continue
             raise
         except Exception:
             log.exception("a round failed")
-            self._fail([output.request_id for output in self.engine.clear_begun()], errors.round_failed())
+            self._fail([output.request_id for output in engine.clear_begun()], errors.round_failed())
             self.meter.round_failed()
             return
-        self.meter.record_round(self.engine)
+        self.meter.record_round(engine)
         self._deliver_round(changed)
 
     def _deliver_round(self, changed: Sequence[RequestOutput]) -> None:
@@ -283,11 +286,8 @@ class EngineService:
                     submission.ticket.close()
                 submission.inbox.put(item)
 
-        self._call(put)
-
-    def _call(self, function: Callable[[], None]) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+            self._loop.call_soon_threadsafe(put)
 
     def _add(self, submission: Submission) -> None:
         try:

@@ -16,6 +16,7 @@ from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.errors import PacelineError, StructureError
 from paceline.server import errors
+from paceline.server.protocol import AnsweredRequest
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -51,20 +52,31 @@ class AnswerForm:
         return factory
 
 
-async def structured(llm: LLM, requests: Sequence[Request], form: AnswerForm, arrival: float) -> Sequence[Request]:
+def checked_params(
+    body: AnsweredRequest, base: SamplingParams, left: int
+) -> tuple[SamplingParams, StructuredOutputs | None]:
+    """Return the parameters of a request, and the form of its answers, which fit together. Raises ParameterError.
+
+    base, left: as in ``AnsweredRequest.sampling``.
+    """
+    params = body.sampling(base, left)
+    return params, replace(params, structured_outputs=body.structure).structured_outputs
+
+
+async def structured(llm: LLM, requests: Sequence[Request], form: AnswerForm) -> Sequence[Request]:
     """Return the requests with a compiled constraint for their answers. Raises ApiError.
 
-    arrival: seconds on the clock of ``time.monotonic``.
-    If the requests' time budget ends before the compilation, they are returned unchanged: they get no token anyway.
-    A budget that begins with a row has not begun.
+    requests: with the same parameters and arrival. If their time budget ends before the compilation, they are returned
+    unchanged: they get no token anyway. A budget that begins with a row has not begun.
     """
-    if form.is_free or not requests:
+    if form.is_free:
         return requests
-    begun = [each.params.time_budget for each in requests if not each.budget_from_row]
-    budgets = [budget for budget in begun if budget is not None]
+    first = requests[0]
+    budget = None if first.budget_from_row else first.params.time_budget
+    arrival = time.monotonic() if first.arrival is None else first.arrival
     try:
-        async with asyncio.timeout(arrival + max(budgets) - time.monotonic() if budgets else None):
-            factory = await _compile(llm, form, requests[0].params)
+        async with asyncio.timeout(None if budget is None else arrival + budget - time.monotonic()):
+            factory = await _compile(llm, form, first.params)
     except TimeoutError:
         return requests
     if factory is None:

@@ -6,13 +6,17 @@ whole rest new to the prefix cache, and nothing else shows it.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.engine.prefixes import common_prefix_length
 
+log = logging.getLogger("paceline.server")
+
+_SHOWN = 32  # tokens shown on each side of a difference
 _CLIENTS = 64  # clients that are remembered, the last ones
 _PROMPTS = 4  # prompts per client
 _TOKENS = 2**17  # tokens per prompt, 4 bytes each: the rest is not compared. All together take up to 128 MiB
@@ -58,3 +62,16 @@ class Transcripts:
 
 def _compared(earlier: array[int], prompt: array[int]) -> Divergence:
     return Divergence(common_prefix_length(earlier, prompt, len(prompt)), len(earlier), earlier)
+
+
+def log_difference(divergence: Divergence, prompt: Sequence[int], spell: Callable[[Sequence[int]], str]) -> None:
+    """Log the texts around a first difference. spell: returns the text of token ids."""
+    at = divergence.first_difference
+    parts = {
+        "before": prompt[max(0, at - _SHOWN) : at],
+        "was": divergence.earlier[at:][:_SHOWN],
+        "now": prompt[at:][:_SHOWN],
+    }
+    texts = {name: spell(tokens) for name, tokens in parts.items()}
+    counts = {"first_difference": at, "earlier_tokens": divergence.earlier_tokens, "prompt_tokens": len(prompt)}
+    log.debug("prompt differs", extra={"fields": counts | texts})

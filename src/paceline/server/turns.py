@@ -1,71 +1,88 @@
-"""One answer of the assistant to a conversation, for the APIs that read it as events of a message."""
+"""The answers to one conversation, and the events of which an answer consists."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
-from paceline.chat.options import ChatFields
+from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
 from paceline.chat.values import MessageEvent, ReasoningDelta, TextDelta, ToolCallArgumentsDelta
-from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.outputs import TokenLogprob
 from paceline.engine.chat import ChatPrompt
 from paceline.engine.engine import Request
 from paceline.server import errors
-from paceline.server.context import Context, RequestOptions
+from paceline.server.chat_protocol import ChatRequest
+from paceline.server.context import Context
 from paceline.server.delta import Delta, Update
 from paceline.server.generation import Generation
 from paceline.server.protocol import TurnRequest
-from paceline.server.structures import AnswerForm
+from paceline.server.structures import AnswerForm, checked_params
 
 _TEXTS = ("content", "reasoning_content")
 _Growing = TextDelta | ReasoningDelta | ToolCallArgumentsDelta
 EventWriter = Callable[[Iterable[MessageEvent]], Iterable[Mapping[str, Any]]]
-_SAMPLED = ("temperature", "top_p", "top_k", "seed", "num_speculative_tokens")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What an answer is asked for. messages: in OpenAI's form.
-
-    max_tokens: None for what the prompt leaves of the model's context length.
-    """
+    """What is answered. messages: in OpenAI's form. references: token ids of texts that answers may repeat."""
 
     messages: Sequence[Mapping[str, Any]]
-    fields: ChatFields
-    max_tokens: int | None
-    stop: Sequence[str] = ()
+    options: ChatOptions
+    references: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A validated request for one answer, ready for the engine."""
+    """A validated request for answers to a conversation, ready for the engine."""
 
     context: Context
+    body: ChatRequest | TurnRequest
     prompt: ChatPrompt
     request: Request
-    options: RequestOptions
-    form: AnswerForm
 
     @classmethod
-    async def prepare(cls, context: Context, body: TurnRequest, conversation: Conversation, client: str) -> Turn:
-        """Validate and tokenize a conversation. Raises ApiError."""
+    async def prepare(
+        cls,
+        context: Context,
+        body: ChatRequest | TurnRequest,
+        conversation: Conversation,
+        client: str,
+        *,
+        of_batch: bool = False,
+    ) -> Turn:
+        """Validate and tokenize a conversation. Raises ApiError.
+
+        of_batch: whether it is a line of a batch, which waits behind other lines: its time budget begins with its row.
+        """
+        arrival = time.monotonic()
         context.check_model(body.model)
-        structure = await context.in_thread(lambda: body.structure)
-        context.check_answers(1)
-        options = RequestOptions.of(body, client)
-        prompt = replace(await prompt_of(context, conversation.messages, conversation.fields), structure=structure)
-        rest = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        base = context.chat_sampling(body)
-        params = await context.in_thread(_params, base, body, conversation, structure, rest)
-        params = context.for_model(body.model, params)
-        request = await context.chat_request(prompt, params, options)
-        context.check_logprobs([request], params.logprobs)
-        return cls(context, prompt, request, options, AnswerForm(structure, prompt, body.structure_field))
+        context.dispatcher.check_answers(body.answers)
+        if isinstance(body, TurnRequest):
+            prompt = await prompt_of(context, conversation)
+        else:
+            prompt = await context.texts.chat_prompt(conversation.messages, conversation.options)
+        left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
+        params, structure = await context.texts.run(checked_params, body, context.chat_sampling(body), left)
+        template = Request(
+            [],
+            context.for_model(body.model, params),
+            client=client,
+            priority=body.priority or 0,
+            arrival=arrival,
+            references=conversation.references,
+            budget_from_row=of_batch,
+        )
+        (request,) = await context.dispatcher.requests([prompt.token_ids], template)
+        request = context.llm.requests.of_chat(request, prompt)
+        request = replace(request, read_message=None)  # replies read the message themselves
+        context.dispatcher.check_logprobs([request], params.logprobs)
+        return cls(context, body, replace(prompt, structure=structure), request)
 
     @property
     def model(self) -> str:
@@ -74,7 +91,10 @@ class Turn:
 
     def generate(self) -> AbstractAsyncContextManager[Generation]:
         """Submit the request to the engine. Raises ApiError."""
-        return self.context.generate([self.request], self.options, form=self.form)
+        form = AnswerForm(self.prompt.structure, self.prompt, self.body.structure_field)
+        return self.context.dispatcher.generate(
+            [self.request], form, timeout=self.body.timeout, streaming=bool(self.body.stream)
+        )
 
     def reader(self) -> AnswerReader:
         """Return a reader of the answer."""
@@ -82,22 +102,23 @@ class Turn:
 
     async def events(self, update: Update, reader: AnswerReader, feed: EventWriter) -> bytes:
         """Serialize what an update adds to the answer as server-sent events. feed: makes the API's own events."""
-        return await self.context.typed_events(
+        return await self.context.replies.typed_events(
             lambda: feed([event for delta in update.deltas for event in reader.feed(delta)]), update.entries
         )
 
 
-async def prompt_of(context: Context, messages: Sequence[Mapping[str, Any]], fields: ChatFields) -> ChatPrompt:
+async def prompt_of(context: Context, conversation: Conversation) -> ChatPrompt:
     """Render a conversation. Raises ApiError.
 
     Effort and budget of thoughts are hints here: agents send them to every model, whether or not it thinks.
     """
+    messages, options = conversation.messages, conversation.options
     try:
-        prompt = await context.chat_prompt(messages, fields)
+        prompt = await context.texts.chat_prompt(messages, options)
     except errors.ApiError as error:
         if error.param != "reasoning_effort":
             raise
-        prompt = await context.chat_prompt(messages, {**fields, "reasoning_effort": None})
+        prompt = await context.texts.chat_prompt(messages, replace(options, reasoning_effort=None))
     if prompt.format.thinking is None:
         return replace(prompt, options=replace(prompt.options, max_thinking_tokens=None))
     return prompt
@@ -124,23 +145,6 @@ def _joined(turn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**turn[0], **turn[-1], **joined}
 
 
-def _params(
-    base: SamplingParams, body: TurnRequest, conversation: Conversation, structure: StructuredOutputs | None, rest: int
-) -> SamplingParams:
-    """Return the request's sampling parameters, those of ``base`` where it has none. Raises ParameterError.
-
-    They are checked together with the structure.
-    """
-    given = {name: value for name in _SAMPLED if (value := getattr(body, name)) is not None}
-    budget = None if body.deadline_ms is None else body.deadline_ms / 1000
-    max_tokens = rest if conversation.max_tokens is None else conversation.max_tokens
-    stop = [text for text in conversation.stop if text]
-    given |= {"max_tokens": max_tokens, "time_budget": budget, "stop": stop, "logprobs": body.logprobs}
-    params = SamplingParams.from_mapping(given, base)
-    replace(params, structured_outputs=structure)
-    return params
-
-
 @dataclass(frozen=True)
 class ScoredText(TextDelta):
     """More text of the message, with the log-probabilities of its tokens."""
@@ -150,15 +154,17 @@ class ScoredText(TextDelta):
 
 def merged(events: Sequence[MessageEvent]) -> list[MessageEvent]:
     """Join consecutive pieces of the same text, thoughts or arguments."""
-    found: list[MessageEvent] = []
+    if len(events) < 2:  # mostly
+        return [*events]
+    joined: list[MessageEvent] = []
     for kind, group in groupby(events, _without_text):
         if isinstance(kind, TextDelta):
-            found.append(_joined_text([event for event in group if isinstance(event, TextDelta)]))
+            joined.append(_joined_text([event for event in group if isinstance(event, TextDelta)]))
         elif isinstance(kind, _Growing):
-            found.append(replace(kind, text="".join(event.text for event in group if isinstance(event, _Growing))))
+            joined.append(replace(kind, text="".join(event.text for event in group if isinstance(event, _Growing))))
         else:
-            found += group
-    return found
+            joined += group
+    return joined
 
 
 def _joined_text(pieces: Sequence[TextDelta]) -> TextDelta:

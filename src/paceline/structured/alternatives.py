@@ -31,8 +31,8 @@ def tags_of(schema: Any, followed: Callable[[Any], Any]) -> Tags:
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
     names = dict.fromkeys(name for name in required if isinstance(name, str) and name in properties)
-    found = {name: _texts(followed(properties[name])) for name in names}
-    return {name: texts for name, texts in found.items() if texts}
+    texts_by_name = {name: _texts(followed(properties[name])) for name in names}
+    return {name: texts for name, texts in texts_by_name.items() if texts}
 
 
 def _types(schema: Any) -> set[str]:

@@ -53,15 +53,15 @@ def grammar_of_calls(text: str, unspelled: Collection[int], limits: GrammarLimit
 
     Raises StructureError if the grammar is too long, or, with the field "tools", if a strict tool cannot be enforced.
     """
-    given = json.loads(text)
-    form = FORMATS[given["syntax"]]
+    job = json.loads(text)
+    form = FORMATS[job["syntax"]]
     notes = list[str]()
-    tools = [_enforceable(ToolDefinition(**tool), form.syntax, unspelled, limits, notes) for tool in given["tools"]]
-    if given["form"] == "or_text":
+    tools = [_enforceable(ToolDefinition(**tool), form.syntax, unspelled, limits, notes) for tool in job["tools"]]
+    if job["form"] == "or_text":
         begin = "" if form.channels is None else form.channels.begin_text_rule
-        return form.syntax.or_text(tools, given["one_call"], f"{begin} {json_schema(given['text'])}"), notes
-    write = form.syntax.forced if given["form"] == "forced" else form.syntax.triggered
-    return write(tools, given["one_call"]), notes
+        return form.syntax.or_text(tools, job["one_call"], f"{begin} {json_schema(job['text'])}"), notes
+    write = form.syntax.forced if job["form"] == "forced" else form.syntax.triggered
+    return write(tools, job["one_call"]), notes
 
 
 def _enforceable(
@@ -87,8 +87,8 @@ def _enforceable(
         for weaker in (parameters, without_joint_keywords(parameters)):
             with suppress(StructureError):
                 if weaker.keys() & _SAYING and not (syntax.by_name and is_open and not open_before):
-                    found = check(replace(tool, parameters=weaker))
+                    enforceable = check(replace(tool, parameters=weaker))
                     notes.append(f"arguments of {tool.name} follow their schema but for this: {reason}")
-                    return found
+                    return enforceable
     notes.append(f"arguments of {tool.name} are not enforced, so they may be any JSON object: {reason}")
     return replace(tool, parameters=ANY_OBJECT)

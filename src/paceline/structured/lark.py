@@ -35,15 +35,15 @@ def translated(text: str, schema: Callable[[Any], str], special: Mapping[str, in
     """
     pieces: list[str] = []
     place = 0
-    while (found := _PIECE.search(text, place)) is not None:
-        pieces.append(text[place : found.start()])
-        place = found.end()
-        word = found["word"]
-        if found["suffix"] is not None:
-            name, _ = _value_at(found["suffix"], 0, "special")
-            pieces.append(_until(found["before"], name, special))
+    while (match := _PIECE.search(text, place)) is not None:
+        pieces.append(text[place : match.start()])
+        place = match.end()
+        word = match["word"]
+        if match["suffix"] is not None:
+            name, _ = _value_at(match["suffix"], 0, "special")
+            pieces.append(_until(match["before"], name, special))
         elif word is None:
-            pieces.append(found[0])
+            pieces.append(match[0])
         elif word in ("json", "special"):
             value, place = _value_at(text, place, word)
             pieces.append(f"%json {schema(value)}" if word == "json" else _special(value, special))

@@ -167,13 +167,13 @@ class _Rewriter:
         ]
         if not searched:
             return "|".join(text for _, _, text in alternatives)
-        found: dict[tuple[bool, bool], list[str]] = {}
+        branches: dict[tuple[bool, bool], list[str]] = {}
         for begins, ends, text in alternatives:
-            found.setdefault((begins, ends), []).append(text)
+            branches.setdefault((begins, ends), []).append(text)
         anything = f"{class_of(self._spelled)}{{0,}}"
         return "|".join(
             f"{'' if begins else anything}({'|'.join(texts)}){'' if ends else anything}"
-            for (begins, ends), texts in found.items()
+            for (begins, ends), texts in branches.items()
         )
 
     def _refusal(self, reason: str) -> StructureError:
@@ -181,9 +181,9 @@ class _Rewriter:
         return StructureError(f"the pattern {shown!r} {reason}")
 
     def _check_dialect(self) -> None:
-        for found in _DIALECT.finditer(self._pattern):
-            if found.lastindex is not None:
-                raise self._refusal(f"has {list(_DIALECTS.values())[found.lastindex - 1]}, which is not supported")
+        for match in _DIALECT.finditer(self._pattern):
+            if match.lastindex is not None:
+                raise self._refusal(f"has {list(_DIALECTS.values())[match.lastindex - 1]}, which is not supported")
 
     def _parse(self) -> Any:
         try:
@@ -266,8 +266,8 @@ def _has_anchor(nodes: Any) -> bool:
 def _groups_of(node: Any) -> list[list[Any]]:
     """The alternatives of a group; none for other nodes."""
     code, argument = str(node[0]), node[1]
-    found = argument[1] if code == "BRANCH" else [argument[3]] if code == "SUBPATTERN" else []
-    return [[*group] for group in found]
+    groups = argument[1] if code == "BRANCH" else [argument[3]] if code == "SUBPATTERN" else []
+    return [[*group] for group in groups]
 
 
 def _characters(code: str, argument: Any) -> Ranges:
@@ -290,8 +290,8 @@ def _member(kind: str, value: Any, negated: bool) -> Ranges:
         return (value,)
     name = str(value).removeprefix("CATEGORY_")
     positive, complement = name.removeprefix("NOT_"), name.startswith("NOT_")
-    found = _ECMA_SPACE if positive == "SPACE" and complement != negated else _CATEGORIES[positive]
-    return without(((0, _LAST),), found) if complement else found
+    category = _ECMA_SPACE if positive == "SPACE" and complement != negated else _CATEGORIES[positive]
+    return without(((0, _LAST),), category) if complement else category
 
 
 def one_of(ranges: Ranges, spelled: Ranges) -> str:

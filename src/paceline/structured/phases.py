@@ -50,12 +50,12 @@ def overshoots(end: bytes, spelled: Sequence[bytes]) -> list[list[int]]:
 
     spelled: the bytes of each token. Those of item 0 contain the whole marker at any place.
     """
-    found = [[token for token, data in enumerate(spelled) if 0 <= data.find(end) < len(data) - len(end)]]
+    by_size = [[token for token, data in enumerate(spelled) if 0 <= data.find(end) < len(data) - len(end)]]
     last = [(token, data) for token, data in enumerate(spelled) if end[-1:] in data]
     for size in range(1, len(end)):
         rest = end[size:]
-        found.append([token for token, data in last if data.startswith(rest) and data != rest])
-    return found
+        by_size.append([token for token, data in last if data.startswith(rest) and data != rest])
+    return by_size
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class _Fork(Phase):
     grammar: _Grammar | None = None
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
-        found = np.zeros(vocabulary, dtype=bool) if self.grammar is None else self.grammar.cursor.allowed(vocabulary)
-        found[[tokens[0] for tokens, _ in self.paths]] = True
-        return found
+        mask = np.zeros(vocabulary, dtype=bool) if self.grammar is None else self.grammar.cursor.allowed(vocabulary)
+        mask[[tokens[0] for tokens, _ in self.paths]] = True
+        return mask
 
     def after(self, token: int) -> Phase:
         paths = [(tokens[1:], phase) for tokens, phase in self.paths if tokens[0] == token]
@@ -244,9 +244,9 @@ class _ThoughtsBeforeGrammar(_Thoughts):
     is_free = False
 
     def allowed(self, vocabulary: int) -> np.ndarray | None:
-        found = np.ones(vocabulary, dtype=bool)
-        found[[*self.rules.ends, *self.thinking.barred, *self._misfits()]] = False
-        return found
+        mask = np.ones(vocabulary, dtype=bool)
+        mask[[*self.rules.ends, *self.thinking.barred, *self._misfits()]] = False
+        return mask
 
     def _misfits(self) -> Iterator[int]:
         """Tokens that end the thoughts and carry text that cannot follow them."""

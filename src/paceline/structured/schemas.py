@@ -80,7 +80,9 @@ def grammars_of(
 
     @cache
     def exact(schema: str) -> str:
-        return _exact(json.loads(schema), spelled, limits)
+        """JSON of the schema that llguidance follows exactly. Raises StructureError."""
+        whole = _Translation(json.loads(schema), spelled, limits.schema_parts).whole()
+        return json.dumps({**whole, "x-guidance": _OPTIONS})
 
     try:
         rules = [_rules(kind, text, spelled, special, exact) for special in vocabularies]
@@ -102,11 +104,6 @@ def _rules(kind: str, text: str, spelled: Ranges, special: Mapping[str, int], ex
     if kind == "grammar":
         return translated(text, lambda schema: exact(json.dumps(schema)), special)
     return f"start: %json {exact(_ANY_OBJECT if kind == 'object' else text)}"
-
-
-def _exact(schema: Any, spelled: Ranges, limits: GrammarLimits) -> str:
-    """JSON of the schema that llguidance follows exactly. Raises StructureError."""
-    return json.dumps({**_Translation(schema, spelled, limits.schema_parts).whole(), "x-guidance": _OPTIONS})
 
 
 def weakened(schema: Any, unspelled: Iterable[int], limits: GrammarLimits) -> tuple[Any, list[str]]:
@@ -153,7 +150,8 @@ class _Translation:
     def whole(self) -> Schema:
         """The new schema. Raises StructureError."""
         root = self._reference("#")
-        self._check_ends()
+        if endless(self._definitions):
+            raise StructureError("the schema refers to itself so that no value of it ever ends")
         self._check_begins()
         definitions = {name.rsplit("/", 1)[1]: schema for name, schema in self._definitions.items()}
         return {"$ref": root, "$defs": definitions}
@@ -186,11 +184,6 @@ class _Translation:
         if text not in self._shares:
             self._shares[text] = self._define(schema)
         return {"$ref": self._shares[text]}
-
-    def _check_ends(self) -> None:
-        """Raise StructureError if a definition has no finite value."""
-        if endless(self._definitions):
-            raise StructureError("the schema refers to itself so that no value of it ever ends")
 
     def _check_begins(self) -> None:
         """Raise StructureError for references in a circle without a type in between."""

@@ -74,12 +74,12 @@ def try_out(job: TrialJob, limits: GrammarLimits, stopped: Callable[[], bool]) -
         raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
     if not output:
         raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")
-    found = json.loads(output)
-    if "refused" in found:
-        raise StructureError(found["refused"], found["field"])
-    check_compiled(found["compiling"])
-    check_followed(found["following"])
-    return found["grammar"], found["notes"]
+    answer = json.loads(output)
+    if "refused" in answer:
+        raise StructureError(answer["refused"], answer["field"])
+    check_compiled(answer["compiling"])
+    check_followed(answer["following"])
+    return answer["grammar"], answer["notes"]
 
 
 def _output_of(process: subprocess.Popen[bytes], deadline: float, stopped: Callable[[], bool]) -> bytes | None:

@@ -76,16 +76,16 @@ def _tried(job: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     from paceline.structured.translation import translation
 
     try:
-        found = translation(limits=limits, **job)
+        result = translation(limits=limits, **job)
     except StructureError as error:
         return {"refused": str(error), "field": error.field}
     tokens = LLTokenizer("byte")
-    matcher = compiled(tokens, found.trial, limits)
+    matcher = compiled(tokens, result.trial, limits)
     compiling = matcher.get_error()
     walk(matcher, tokens.eos_tokens, limits["trial_tokens"])
     return {
-        "grammar": found.grammar,
-        "notes": found.notes,
+        "grammar": result.grammar,
+        "notes": result.notes,
         "compiling": compiling,
         "following": matcher.get_error(),
     }

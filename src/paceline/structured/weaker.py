@@ -13,8 +13,8 @@ _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 
 def without_cause(schema: Mapping[str, Any], error: StructureError) -> Mapping[str, Any]:
     """The schema without what has raised an error. Raises the error again if nothing can be left out."""
-    if isinstance(error, KeywordError) and (found := _changed(schema, error.weaker)) != schema:
-        return found
+    if isinstance(error, KeywordError) and (weaker := _changed(schema, error.weaker)) != schema:
+        return weaker
     names = constraints_of(schema)
     alone = [name for name in _ALONE if name in names]
     changes = alone[:1] or names - {"type"}
@@ -26,13 +26,13 @@ def without_cause(schema: Mapping[str, Any], error: StructureError) -> Mapping[s
 def _changed(schema: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with these keywords, or without them (None); properties that only those may ask for are allowed."""
     left_out = {name for name, value in changes.items() if value is None}
-    found = {name: value for name, value in {**schema, **changes}.items() if name not in left_out}
-    properties = found.get("properties")
+    changed = {name: value for name, value in {**schema, **changes}.items() if name not in left_out}
+    properties = changed.get("properties")
     if "patternProperties" in left_out:
-        found["additionalProperties"] = True
+        changed["additionalProperties"] = True
     elif isinstance(properties, dict) and any(_adds_names(schema.get(name), properties) for name in left_out):
-        found.setdefault("additionalProperties", True)
-    return found
+        changed.setdefault("additionalProperties", True)
+    return changed
 
 
 def _adds_names(value: Any, known: Mapping[str, Any]) -> bool:

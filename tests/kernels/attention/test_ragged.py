@@ -56,7 +56,6 @@ def compare(
 @pytest.mark.parametrize("tiles", FEW_TILES)
 @settings(max_examples=8)
 @given(data=st.data())
-@pytest.mark.one_in(3)
 def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.DataObject) -> None:
     pick = data.draw
     rows, groups, shared = pick(st.integers(1, 3)), pick(st.integers(1, 2)), pick(st.integers(1, 3))
@@ -71,7 +70,6 @@ def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.Dat
 
 
 @pytest.mark.parametrize("tiles", FEW_TILES)
-@pytest.mark.one_in(3)
 def test_the_longest_draft_takes_several_tiles(tiles: str) -> None:
     new = MAX_SPECULATION_LENGTH + 1
     cache = ragged_cache([new, 70], 1, 80, 16, 5)
@@ -114,7 +112,6 @@ def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not() -> No
 @pytest.mark.parametrize("tiles", ["small", "stretches"])
 @settings(max_examples=8)
 @given(data=st.data())
-@pytest.mark.one_in(3)
 def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataObject) -> None:
     """New token j has the parent parents[j] < j; it must equal the last token of a chain that holds its ancestors."""
     pick = data.draw
@@ -145,7 +142,6 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataOb
 @pytest.mark.usefixtures("ordered_products")
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.wide
 def test_deterministic_bits_do_not_depend_on_the_batch(data: st.DataObject) -> None:
     """A query alone, at k = 0, in a batch of one: the same bits as in a batch with a block of draft tokens."""
     pick = data.draw

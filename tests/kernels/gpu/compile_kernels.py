@@ -112,7 +112,7 @@ TYPES = {
     "levels": "*fp32", "scale": "fp32",
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
-    "leaders": "*i32", "p_leaders": "*i32", "q_leaders": "*i32", "ids": "*i64", "temperature": "*fp32",
+    "argmaxes": "*i32", "p_argmaxes": "*i32", "q_argmaxes": "*i32", "ids": "*i64", "temperatures": "*fp32",
     "seed": "*i64", "length": "*i64", "values": "*fp64", "tokens": "*i32", "drawn": "*i32", "draft_tokens": "*i64",
     "counts": "*i64", "text": "*i64", "prompt_length": "*i64", "limit": "*i64", "stops": "*i64", "live": "*i64",
     "record": "*i64", "accepted": "*i64", "rate": "fp32", "scales": "*fp32", "tickets": "*i32", "cosine": "*fp32",
@@ -186,8 +186,8 @@ def drawing() -> dict[str, Used]:
 
     cut = dict(BLOCK=draw.BLOCK, **BLOCKS)
     return {
-        "leader": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8),
-        "leader bf16": build(draw.leader_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8, logits="*bf16"),
+        "leader": build(draw.block_maxima_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8),
+        "leader bf16": build(draw.block_maxima_kernel, {"BLOCKS": 32, "BLOCK": draw.BLOCK}, warps=8, logits="*bf16"),
         "draw": build(draw.draw_kernel, cut | {"CUT": False}, warps=8),
         "draw cut": build(draw.draw_kernel, cut | {"CUT": True}, warps=8),
         "pick": build(draw.pick_kernel, BLOCKS, warps=1, out="*i64"),

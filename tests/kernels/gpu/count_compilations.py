@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 
 from kernels.gpu.rows import make_batch
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import StepFeatures
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.gpu.accept import coupled, own_logprobs, rejection
 from paceline.kernels.gpu.draw import Noise, draw
@@ -74,10 +74,10 @@ def finish_round(batch: Batch, k: int, *, independent: bool) -> None:
     rows = batch.state(batch.rows)
     logits = torch.zeros(rows.rows, k + 1, batch.vocab_size)
     tokens, counts = torch.zeros(rows.rows, k, dtype=torch.int64), torch.zeros(rows.rows, dtype=torch.int64)
-    draft = Draft(tokens, counts, logits=logits[:, :k] if independent and k else None)
+    draft = DraftTensors(tokens, counts, logits=logits[:, :k] if independent and k else None)
     asks = StepFeatures(adjusts=True, cuts=True)
     logits = shaped(logits, rows, asks, tokens)
-    record = (rejection if independent else coupled)(draft, logits, rows)
+    record = (coupled if draft.logits is None else rejection)(draft, logits, rows)
     own_logprobs(logits, record)
     if k:
         draw(shaped(logits[:, :1], rows, asks, tokens, k - 1), Noise.of(rows), k - 1, Purpose.DRAW)

@@ -14,8 +14,10 @@ from kernels.gpu.rows import DEVICE, copied, kept, make_batch, same, state_of
 from paceline.core import acceptance
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose, draw, probabilities
+from paceline.core.sampling import draw, probabilities
+from paceline.core.values import DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu import accept
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import (
@@ -23,7 +25,7 @@ from paceline.kernels.gpu.state import (
     read_logprobs,
     read_record,
     read_trees,
-    what_follows,
+    tree_parents,
     with_logprobs,
 )
 
@@ -45,6 +47,12 @@ def counts_of(pick: st.DrawFn, rows: int, k: int) -> Tensor:  # type: ignore[typ
     return torch.tensor([pick(st.integers(0, k)) if pick(st.booleans()) else k for _ in range(rows)], device=DEVICE)
 
 
+def both_coupled(draft: DraftTensors, logits: Tensor, states: list[RowState]) -> list[Tensor]:
+    """Records of the kernels and of the reference."""
+    kernels = accept.coupled(draft, logits, states[0], block=BLOCK)
+    return [kernels, reference._coupled(draft, logits, states[1], None)]
+
+
 @settings(max_examples=10)
 @given(data=st.data())
 def test_coupled_equals_the_rule(data: st.DataObject) -> None:
@@ -53,35 +61,37 @@ def test_coupled_equals_the_rule(data: st.DataObject) -> None:
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     tokens = likely_draft_tokens(pick, batch, logits[:, :k], Purpose.DRAW) if k else batch.text.new_empty(batch.rows, 0)
-    draft = Draft(tokens, counts_of(pick, batch.rows, k))
-    verdict = acceptance.coupled(Draft(draft.tokens, draft.counts), logits, batch)
+    draft = DraftTensors(tokens, counts_of(pick, batch.rows, k))
+    accepted = acceptance.coupled(draft, logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
-    batch.commit(verdict)
+    records = [
+        accept.coupled(draft, logits, states[0], block=BLOCK),
+        reference._coupled(draft, logits, states[1], None),
+    ]
+    verdict = batch.commit(Draft(draft.tokens, draft.counts), accepted)
     for record, state in zip(records, states, strict=True):
         host = read_record(record.tolist())
-        assert host == verdict.host
+        assert host == verdict
         assert host.gained == [accepted + 1 for accepted in host.accepted]
         assert same(state, state_of(batch))
 
 
 @settings(max_examples=10)
 @given(data=st.data())
-@pytest.mark.wide
 def test_rejection_equals_the_rule(data: st.DataObject) -> None:
     pick = data.draw
     temperatures, k, vocab = pick(TEMPERATURES), pick(st.integers(1, 4)), pick(st.integers(2, 90))
     batch = make_batch(temperatures, vocab, pick(st.integers(0, 999)))
     logits = 2 * torch.randn(batch.rows, k + 1, vocab, device=DEVICE)
     q_logits = logits[:, :k] + pick(st.sampled_from([0.0, 0.5, 3.0])) * torch.randn(batch.rows, k, vocab, device=DEVICE)
-    draft = Draft(draw(q_logits, batch, purpose=Purpose.DRAFT), counts_of(pick, batch.rows, k), logits=q_logits)
+    draft = DraftTensors(draw(q_logits, batch, purpose=Purpose.DRAFT), counts_of(pick, batch.rows, k), logits=q_logits)
     q = probabilities(q_logits, batch)
-    verdict = acceptance.rejection(Draft(draft.tokens, draft.counts, q), logits, batch)
+    accepted = acceptance.rejection(DraftTensors(draft.tokens, draft.counts, q), logits, batch)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [accept.rejection(draft, logits, states[0], block=BLOCK), reference.rejection(draft, logits, states[1])]
-    batch.commit(verdict)
+    records = [accept.rejection(draft, logits, states[0], block=BLOCK), reference._rejection(draft, logits, states[1])]
+    verdict = batch.commit(Draft(draft.tokens, draft.counts), accepted)
     for record, state in zip(records, states, strict=True):
-        assert read_record(record.tolist()) == verdict.host
+        assert read_record(record.tolist()) == verdict
         assert same(state, state_of(batch))
 
 
@@ -90,45 +100,46 @@ def test_a_records_tokens_have_the_models_own_logprobs(dtype: torch.dtype) -> No
     """At any temperature; and their bits survive among integers."""
     batch = make_batch([0.0, 0.5, 3.0], 90)
     logits = (3 * torch.randn(3, 4, 90, device=DEVICE)).to(dtype)
-    draft = Draft(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
-    record = ReferenceOps().coupled(draft, logits.float(), copied(state_of(batch)), None)
+    draft = DraftTensors(draw(logits[:, :3].float(), batch), torch.tensor([3, 1, 0], device=DEVICE))
+    record = reference._coupled(draft, logits.float(), copied(state_of(batch)), None)
     logprobs = logits.float().log_softmax(-1).gather(-1, record[:, :4, None]).squeeze(-1)
-    for own in (accept.own_logprobs(logits, record, block=BLOCK), ReferenceOps().own_logprobs(logits, record)):
+    for own in (accept.own_logprobs(logits, record, block=BLOCK), reference.logprobs(logits, record, 0).own):
         assert torch.allclose(own, logprobs, atol=1e-5)
-        lines, read = read_logprobs(with_logprobs(record, own).tolist(), 3)
+        lines, read = read_logprobs(with_logprobs(record, LogprobTensors.alone(own)).tolist(), 3)
         assert lines == record.tolist()
-        assert read.own.tolist() == own.tolist()
-        assert read.top_ids.shape == (3, 4, 0)
-        ids, top = reference.likeliest(logits, 5)
-        lines, read = read_logprobs(with_logprobs(record, own, ids, top).tolist(), 3)
+        assert read.own == own.tolist()
+        assert read.top_ids == [[[]] * 4] * 3
+        _, ids, top = reference.logprobs(logits, record, 5)
+        lines, read = read_logprobs(with_logprobs(record, LogprobTensors(own, ids, top)).tolist(), 3)
         assert lines == record.tolist()
-        assert (read.own.tolist(), read.top_ids.tolist()) == (own.tolist(), ids.tolist())
-        assert read.top_values.tolist() == top.tolist()
+        assert (read.own, read.top_ids) == (own.tolist(), ids.tolist())
+        assert read.top_values == top.tolist()
         assert torch.allclose(top, logits.float().log_softmax(-1).topk(5).values, atol=1e-5)
 
 
 @settings(max_examples=8)
 @given(data=st.data())
-@pytest.mark.wide
-def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> None:
+def test_trees_and_their_candidates_equal_the_reference(data: st.DataObject) -> None:
     pick = data.draw
     temperatures, k, width = pick(TEMPERATURES), pick(st.integers(1, 3)), pick(st.integers(2, 3))
     batch, vocab, count = make_batch(temperatures, 40, pick(st.integers(0, 999))), 40, k * width
     ops = TritonOps(), reference
     logits = 2 * torch.randn(batch.rows, count + 1, vocab, device=DEVICE)
-    leaders = [each.leaders(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
-    assert torch.equal(*leaders)
-    assert all(len(set(line)) == width for line in leaders[0].tolist())
+    candidates = [each.top_candidates(logits[:, :1].contiguous(), copied(state_of(batch)), 0, width) for each in ops]
+    assert torch.equal(*candidates)
+    assert all(len(set(line)) == width for line in candidates[0].tolist())
     tokens = torch.randint(0, vocab, (batch.rows, count), device=DEVICE)
-    tokens[:, :width] = leaders[0]
-    parents = torch.tensor(what_follows(count, width), device=DEVICE).expand(batch.rows, -1)
-    draft = Draft(tokens, torch.full((batch.rows,), count, device=DEVICE), parents=parents)
+    tokens[:, :width] = candidates[0]
+    parents = torch.tensor(tree_parents(count, width), device=DEVICE).expand(batch.rows, -1)
+    draft = DraftTensors(tokens, torch.full((batch.rows,), count, device=DEVICE), parents=parents)
     states = [copied(state_of(batch)) for _ in range(2)]
-    records = [each.coupled_trees(draft, logits, state, width) for each, state in zip(ops, states, strict=True)]
+    records = [
+        each.accept(draft, logits, state, DeviceAcceptance(), width) for each, state in zip(ops, states, strict=True)
+    ]
     assert torch.equal(*records)
     assert same(*states)
     trees = read_trees(records[0].tolist(), width)
-    assert min(trees.accepted) >= 1, "the best leader is the target's own draw"
+    assert min(trees.accepted) >= 1, "the best candidate is the target's own draw"
     path, accepted = accepted_path(records[0])
     assert accepted.tolist() == trees.accepted
     assert path.shape == (batch.rows, count)
@@ -137,21 +148,21 @@ def test_trees_and_their_leaders_equal_the_reference(data: st.DataObject) -> Non
 def test_draft_tokens_without_probabilities_follow_the_coupled_rule() -> None:
     batch = make_batch([1.0], 40)
     logits = torch.randn(1, 3, 40, device=DEVICE)
-    draft = Draft(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
-    for rule in (accept, reference):
-        assert kept(rule.rejection(draft, logits, copied(state_of(batch))))[0][1:] == (2, 2, 3)
+    draft = DraftTensors(draw(logits[:, :2], batch), torch.tensor([2], device=DEVICE))
+    rule = DeviceAcceptance(independent=True)
+    for ops in (TritonOps(), reference):
+        assert kept(ops.accept(draft, logits, copied(state_of(batch)), rule, 1))[0][1:] == (2, 2, 3)
 
 
 @pytest.mark.parametrize("rate", [0.6, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.0, 1.0))])
-@pytest.mark.wide
 def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -> None:
     batch = make_batch([1.0] * 4, 50)
     logits = torch.randn(4, 4, 50, device=DEVICE)
-    draft = Draft(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
+    draft = DraftTensors(torch.full((4, 3), 7, device=DEVICE), torch.tensor([3, 3, 1, 0], device=DEVICE))
     total = 0
     for turn in range(30):  # the interpreter is slow: the kernel runs three of these
         states = [copied(state_of(batch)) for _ in range(2)]
-        record = reference.coupled(draft, logits, states[1], rate)
+        record = reference._coupled(draft, logits, states[1], rate)
         if turn < 3:
             assert kept(accept.coupled(draft, logits, states[0], rate, block=BLOCK)) == kept(record)
             assert same(*states)
@@ -164,19 +175,23 @@ def test_synthetic_acceptance_does_not_depend_on_the_draft_tokens(rate: float) -
     assert total == pytest.approx(expected, abs=22 if rate == 0.6 else 0)
 
 
-def commit_both(logits: Tensor, draft: Draft, state: RowState) -> list[tuple[list[int], int, int, int]]:
+def commit_both(logits: Tensor, draft: DraftTensors, state: RowState) -> list[tuple[list[int], int, int, int]]:
     states = [copied(state) for _ in range(2)]
-    records = [accept.coupled(draft, logits, states[0], block=BLOCK), reference.coupled(draft, logits, states[1], None)]
+    records = [
+        accept.coupled(draft, logits, states[0], block=BLOCK),
+        reference._coupled(draft, logits, states[1], None),
+    ]
     assert same(*states)
     assert same(*states)
     return kept(records[0])
 
 
-def certain(tokens: list[list[int]], vocab: int = 20) -> tuple[Tensor, Draft]:
+def certain(tokens: list[list[int]], vocab: int = 20) -> tuple[Tensor, DraftTensors]:
     """Logits that draw exactly these tokens, drafted correctly."""
     table = torch.tensor(tokens, device=DEVICE)
     logits = torch.nn.functional.one_hot(table, vocab).float() * 100
-    return logits, Draft(table[:, :-1].contiguous(), torch.full((len(tokens),), len(tokens[0]) - 1, device=DEVICE))
+    counts = torch.full((len(tokens),), len(tokens[0]) - 1, device=DEVICE)
+    return logits, DraftTensors(table[:, :-1].contiguous(), counts)
 
 
 def test_a_row_gains_nothing_beyond_its_first_stop_token_nor_beyond_its_limit() -> None:

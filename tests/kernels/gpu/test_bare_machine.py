@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[3] / "src"
 SCRIPT = """
 import importlib.metadata, sys
@@ -22,12 +20,11 @@ def no_paceline(name):
     return version(name)
 importlib.metadata.version = no_paceline
 
-import paceline.engine.engine, paceline.engine.device_round, paceline.engine.pipeline
+import paceline.engine.engine, paceline.engine.rounds.program, paceline.engine.rounds.loop
 import paceline.models.torch.transformer, paceline.models.description.weights
 """
 
 
-@pytest.mark.wide
 def test_the_engine_runs_with_few_packages() -> None:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)

@@ -14,8 +14,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels.gpu.compile_kernels import overwritten_operands
 
-pytestmark = pytest.mark.wide
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 TABLE = ROOT / "docs" / "gpu-kernels.md"

@@ -18,11 +18,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from kernels.gpu import reference
 from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu import reference, rotary
+from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
@@ -129,13 +130,13 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_outputs_equal_the_cpus(way: str, on_cpu: list[list[list[int]]]) -> None:
     engine = engine_of(pair(DEVICE), **{"max_batch_size": 16} | WAYS[way])
-    if engine._device_runner is not None:
-        engine._device_runner.device_round.graphs.captures = way != "eager"
+    if engine._graph is not None:
+        engine._graph.program.graphs.captures = way != "eager"
     found = run(engine, PROMPTS[:16], 48, (0, 1.0))
     assert found == on_cpu, equal_lines(found, on_cpu)
     if way.startswith("graphs"):
-        assert engine._device_runner is not None
-        assert engine._device_runner.device_round.graphs.keys
+        assert engine._graph is not None
+        assert engine._graph.program.graphs.keys
 
 
 def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on_cpu: list[list[list[int]]]) -> None:
@@ -143,8 +144,8 @@ def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on
     done = engine.capture_ahead(250)
     assert done is not None
     assert (done.captured > 0, done.left) == (True, 0), done
-    assert engine._device_runner is not None
-    graphs = engine._device_runner.device_round.graphs
+    assert engine._graph is not None
+    graphs = engine._graph.program.graphs
     keys = set(graphs.keys)
     found = run(engine, PROMPTS[:16], 48, (0, 1.0))
     assert found == on_cpu, equal_lines(found, on_cpu)
@@ -178,8 +179,8 @@ def test_graphs_with_8_bit_weights_give_what_eager_rounds_give(to: Any) -> None:
     found = []
     for captures in (True, False):
         engine = engine_of(models, max_batch_size=8)
-        assert engine._device_runner is not None
-        engine._device_runner.device_round.graphs.captures = captures
+        assert engine._graph is not None
+        engine._graph.program.graphs.captures = captures
         found.append(run(engine, PROMPTS[:8], 40, (0, 1.0)))
     assert found[0] == found[1], equal_lines(*found)
 
@@ -237,7 +238,7 @@ def test_rotary_in_bfloat16_equals_the_reference(normed: bool) -> None:
     where = torch.tensor([[0], [7], [100], [255]], device=DEVICE) + torch.arange(5, device=DEVICE)
     rows = torch.tensor([5, 0, 3, 1], device=DEVICE)
     caches = [torch.zeros(2, 6, 8, 257, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    found = rotary.turn_and_store(packed, where, *caches[0], rows)
-    expected = reference.turn_and_store(packed, where, *caches[1], rows)
+    found = rotary.turn_and_store(packed, where, *caches[0], rows)  # type: ignore[call-arg]
+    expected = reference.turn_and_store(packed, where, *caches[1], rows)  # type: ignore[call-arg]
     torch.testing.assert_close(found, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[0][..., :256, :], caches[1][..., :256, :], atol=4e-2, rtol=2e-2)

@@ -13,7 +13,7 @@ from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import draw as kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +37,6 @@ def noise_of(batch: Batch) -> kernels.Noise:
 
 @settings(max_examples=30)
 @given(data=st.data())
-@pytest.mark.wide
 def test_kernel_and_sampling_with_and_without_reading_the_device_draw_the_same_tokens(data: st.DataObject) -> None:
     pick = data.draw
     temperatures = pick(st.lists(st.sampled_from([0.0, 0.3, 1.0, 5.0]), min_size=1, max_size=3))

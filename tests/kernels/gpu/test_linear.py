@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from covering import in_pairs
+
 pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.kernels.gpu import linear as module
@@ -21,7 +23,6 @@ from paceline.kernels.gpu.linear import (
     LinearTile,
     Quantized,
     linear,
-    linear_reference,
     paired,
     quantise,
     unpaired,
@@ -37,6 +38,13 @@ DTYPES = [torch.float32, torch.float16]
 if DEVICE == "cuda":  # the interpreter does not multiply bfloat16
     DTYPES.append(torch.bfloat16)
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def linear_reference(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    """Float32 sums, the scale last."""
+    sums = x.float() @ weight.unscaled(torch.float32).T
+    sums = sums if weight.scales is None else sums * weight.scales
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -86,9 +94,7 @@ def test_quantised_weights_are_as_close_as_their_format(to: str, error: float) -
     assert quantise(torch.zeros(2, 4), to).widened(torch.float32).tolist() == [[0.0] * 4] * 2  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("rows", [1, 100, LARGEST_ROWS + 1])
-@pytest.mark.parametrize("deterministic", [False, True])
+@in_pairs(to=FORMATS, rows=[1, 100, LARGEST_ROWS + 1], deterministic=[False, True])
 def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: bool) -> None:
     weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
     layer: Linear = Linears(to, deterministic=deterministic)(weight, bias)  # type: ignore[arg-type]

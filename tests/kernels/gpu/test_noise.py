@@ -16,11 +16,11 @@ import triton.language as tl
 
 from kernels.gpu.rows import DEVICE
 from paceline.core import sampling
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import draw as kernels
 from paceline.kernels.gpu.noise import GUMBEL_ERROR, gumbel, near_gumbel, noise_key, salt
 
-pytestmark = [pytest.mark.wide, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
 LOGARITHM = DIVISION = 2.0**-22  # error bounds of lg2.approx (the worst that Triton may choose) and div.full
 FAR = -60.0  # no noise lifts a token from here to the top
@@ -59,9 +59,11 @@ def near_kernel(first: tl.tensor, step: tl.tensor, out: tl.tensor, BLOCK: tl.con
 
 def noise_for(lines: int, temperature: float = 1.0, seed: int = 7) -> kernels.Noise:
     """Every line is a row of its own, at its own position."""
-    heat = torch.full((lines,), temperature, device=DEVICE)
+    temperatures = torch.full((lines,), temperature, device=DEVICE)
     seeds = torch.full((lines,), sampling.sequence_seed(seed, 0), device=DEVICE)
-    return kernels.Noise(heat, seeds, torch.arange(3, 3 + lines, device=DEVICE), torch.arange(lines, device=DEVICE))
+    return kernels.Noise(
+        temperatures, seeds, torch.arange(3, 3 + lines, device=DEVICE), torch.arange(lines, device=DEVICE)
+    )
 
 
 def true_noise(noise: kernels.Noise, vocab: int) -> Tensor:

@@ -25,7 +25,7 @@ from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
 from paceline.models.decoding.decoder import Decoder
-from recurrent_support import as_on_gpus, tiny_qwen3_5
+from recurrent_support import in_torch, tiny_qwen3_5
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,9 +183,7 @@ class Passes:
             self.states.keep(*(torch.tensor(each, device=DEVICE) for each in (slots, length, lines)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(13)
+@pytest.mark.parametrize(("way", "seed"), [(way, seed) for seed, way in enumerate(WAYS)])
 def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed: int) -> None:
     """Chunked prompts, rounds of chains and trees, idle rows; texts begin anew in slots that others had."""
     steps, name = WAYS[way]
@@ -203,7 +201,6 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(13)
 def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
     """A prompt is read beyond its window for its hidden states, and its text is cut afterwards."""
     steps, name = WAYS[way]
@@ -218,7 +215,6 @@ def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.one_in(3)
 def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(way: str) -> None:
     steps, name = WAYS[way]
     torch.manual_seed(0)
@@ -231,13 +227,12 @@ def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")
-@pytest.mark.wide
 def test_a_hybrid_on_the_kernels_gives_the_hidden_states_of_torch() -> None:
     """Gated attention with partial rotary positions and norms, written to the cache in one launch, beside the states.
 
     The last pass is a tree. Padding is not compared.
     """
-    model = as_on_gpus(tiny_qwen3_5())
+    model = in_torch(tiny_qwen3_5())
     on_kernels = copy(model)
     on_kernels.steps = TritonSteps()
     decoders = [Decoder(each, make_backend("ragged", torch.device("cpu")), 3, 40) for each in (model, on_kernels)]

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from kernels.gpu import reference
 from paceline.core.nodes import Tree
 from paceline.kernels.attention import make_backend
-from paceline.kernels.gpu import reference, rotary
+from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.decoding.decoder import Decoder
 from toy import tiny_llama

@@ -16,6 +16,7 @@ from paceline.config import SamplingParams
 from paceline.core import sampling
 from paceline.core.batch import Batch, RowStart
 from paceline.core.rows import StepFeatures
+from paceline.core.values import Purpose
 from paceline.kernels.gpu import shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,6 @@ def rows_of(params: list[SamplingParams], seed: int) -> tuple[Batch, Tensor, Ten
     ("params", "adjusts", "first", "block"),
     [(PARAMS, True, 1, 128), (PARAMS[1:2], True, 0, 32), (PARAMS[:1], False, 0, 128)],
 )
-@pytest.mark.one_in(5)
 def test_the_kernels_equal_the_reference(params: list[SamplingParams], adjusts: bool, first: int, block: int) -> None:
     batch, draft_tokens, logits = rows_of(params, first)
     rows = batch.state(batch.rows)
@@ -74,7 +74,7 @@ def test_the_reference_cuts_and_draws_like_the_host(seed: int, first: int) -> No
     found = sampling.shaped(logits, rows, batch.sampling.step_features, draft_tokens, first)
     adjusted = sampling.adjust(logits, batch, draft_tokens, first)
     assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(adjusted, batch)))
-    host = sampling._draw_adjusted(adjusted, batch, first, sampling.Purpose.DRAW)
+    host = sampling._draw_adjusted(adjusted, batch, first, Purpose.DRAW)
     assert torch.equal(sampling.draw_at_temperature(found, rows, first), host)
 
 

@@ -96,7 +96,7 @@ class NoProcesses:
 @contextmanager
 def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
     """Rank 0's model; the other ranks run in threads until they are told to end."""
-    store, failures = dist.HashStore(), []
+    store, failures = dist.HashStore(), []  # type: ignore[attr-defined]
 
     def part(rank: int) -> tuple[Any, Any, str, Ranks]:
         share = ModelShard(rank, count)

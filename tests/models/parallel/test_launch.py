@@ -70,7 +70,7 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(tmp_path
 
 
 def test_a_ranks_start_up_error_is_reported() -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("failed/2", "ModelFormatError: no weights")
     with pytest.raises(RankError, match="rank 2 could not start: ModelFormatError: no weights"):
         launch._wait_for(store, NoProcesses(), ModelShard(0, 3))

@@ -151,7 +151,7 @@ def test_the_caches_of_all_ranks_follow_rows_that_move_and_trees_that_are_kept(t
     expected = run(make_engine(whole, max_model_len=POSITIONS, max_batch_size=3), requests, each)
     with in_threads(path) as part:
         engine = make_engine(part, max_model_len=POSITIONS, max_batch_size=3)
-        engine.parts.policy = FixedLength(4)
+        engine.use_policy(FixedLength(4))
         engine.parts.drafter = ScriptedTrees(
             truth_of(requests, each, answers(expected)), always, shape=SHAPES["random"]
         )

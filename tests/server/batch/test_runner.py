@@ -521,7 +521,6 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.wide
 def test_on_a_really_full_disk_uploads_are_refused_and_batches_wait(tiny: str, tiny_disk: Path) -> None:
     form = {"file": ("f", b"x" * 10**6), "purpose": (None, "batch")}
     for live in start(ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tiny_disk)), tiny):
@@ -654,7 +653,6 @@ def test_an_expired_batch_keeps_its_output(live: Live, monkeypatch: pytest.Monke
     assert batch.expired_at is not None
 
 
-@pytest.mark.wide
 def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(200)]
     config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
@@ -679,7 +677,6 @@ def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypat
     assert counts[-1] < 200
 
 
-@pytest.mark.wide
 def test_resumed_batches_report_their_counts_while_they_wait(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

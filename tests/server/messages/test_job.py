@@ -128,7 +128,7 @@ def test_an_error_in_a_stream_is_an_event(live: Live, monkeypatch: pytest.Monkey
     def broken() -> None:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(live.context.llm.engine.runners, "step", broken)
+    monkeypatch.setattr(live.context.llm.engine.rounds, "step", broken)
     events = stream(live)
     monkeypatch.undo()
     assert [event["type"] for event in events] == ["message_start", "ping", "error"]

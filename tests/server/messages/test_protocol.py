@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.chat.values import ToolChoice
 from paceline.server import errors
 from paceline.server.bodies import checked
 from paceline.server.messages.prompt import messages_of, options_of
@@ -127,17 +128,18 @@ def test_neighbouring_messages_of_one_role_are_one() -> None:
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
-        ({"type": "any"}, ("required", True)),
-        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
-        ({"type": "none"}, ("none", True)),
-        ({"type": "tool", "name": "read"}, ({"type": "function", "function": {"name": "read"}}, True)),
+        ({"type": "any"}, (ToolChoice("required"), True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, (ToolChoice("auto"), False)),
+        ({"type": "none"}, (ToolChoice("none"), True)),
+        ({"type": "tool", "name": "read"}, (ToolChoice("required", "read"), True)),
     ],
 )
 def test_tools_and_the_choice_among_them(choice: Any, wanted: tuple[Any, bool]) -> None:
-    fields = options_of(read(tools=[TOOL], tool_choice=choice))
-    assert (fields["tool_choice"], fields["parallel_tool_calls"]) == wanted
-    (tool,) = fields["tools"]
-    assert tool["function"] == {"name": "read", "parameters": TOOL["input_schema"]}
+    options = options_of(read(tools=[TOOL], tool_choice=choice))
+    assert (options.tool_choice, options.parallel_tool_calls) == wanted
+    (tool,) = options.tools
+    assert tool.sent is not None
+    assert tool.sent["function"] == {"name": "read", "parameters": TOOL["input_schema"]}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +153,8 @@ def test_tools_and_the_choice_among_them(choice: Any, wanted: tuple[Any, bool]) 
     ],
 )
 def test_thinking(fields: Any, effort: str | None, budget: int | None) -> None:
-    found = options_of(read(**fields))
-    assert (found["reasoning_effort"], found.get("max_thinking_tokens")) == (effort, budget)
+    options = options_of(read(**fields))
+    assert (options.reasoning_effort, options.max_thinking_tokens) == (effort, budget)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_an_error_in_a_stream_is_a_failed_response(live: Live, monkeypatch: pyte
     def broken() -> None:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(live.context.llm.engine.runners, "step", broken)
+    monkeypatch.setattr(live.context.llm.engine.rounds, "step", broken)
     events = list(ask(live, stream=True))
     monkeypatch.undo()
     assert events[-1].type == "response.failed"

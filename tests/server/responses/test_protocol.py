@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.chat.values import ToolChoice
 from paceline.config import StructuredOutputs
 from paceline.server import errors
 from paceline.server.bodies import checked
@@ -89,19 +90,18 @@ def test_items_of_the_user_in_a_row_are_one_message() -> None:
 
 def test_only_functions_are_offered() -> None:
     others = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "image_generation"}]
-    fields = options_of(read(tools=[FUNCTION, *others], tool_choice={"type": "function", "name": "shell"}))
-    assert [tool["function"]["name"] for tool in fields["tools"]] == ["shell"]
-    assert fields["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
-    assert options_of(read(reasoning={"effort": "high", "summary": "auto"}))["reasoning_effort"] == "high"
+    options = options_of(read(tools=[FUNCTION, *others], tool_choice={"type": "function", "name": "shell"}))
+    assert [tool.name for tool in options.tools] == ["shell"]
+    assert options.tool_choice == ToolChoice("required", "shell")
+    assert options_of(read(reasoning={"effort": "high", "summary": "auto"})).reasoning_effort == "high"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_the_choice_among_some_of_the_tools(mode: str) -> None:
     allowed = [{"type": "function", "name": "shell"}, {"type": "web_search"}]
     choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
-    named = [{"type": "function", "function": {"name": "shell"}}]
-    wanted = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-    assert options_of(read(tools=[FUNCTION], tool_choice=choice))["tool_choice"] == wanted
+    wanted = ToolChoice(mode, allowed=("shell",))  # type: ignore[arg-type]
+    assert options_of(read(tools=[FUNCTION], tool_choice=choice)).tool_choice == wanted
 
 
 def test_the_form_of_the_text() -> None:

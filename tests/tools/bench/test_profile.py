@@ -103,7 +103,7 @@ def test_a_recorder_behaves_like_its_inner_policy(tmp_path: Path) -> None:
 
     engine = make_engine(toy_llm().engine.models.target, drafter="ngram", num_speculative_tokens=2)
     recorder = Recorder(engine.parts.policy)
-    engine.parts.policy = recorder
+    engine.use_policy(recorder)
     output = engine.add(Request([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
     while engine.busy:
         engine.step()

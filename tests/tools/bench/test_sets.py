@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.drafters import PROMPTS as OF_TASKS
 
 from paceline.llm import LLM
 from paceline.tools.bench.offline import PROMPTS, prompts_for
 from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
 from paceline.tools.bench.sets import EDITS, SETS, STUBS
-from paceline.tools.bench.tasks import PROMPTS as OF_TASKS
 
 
 def test_sixteen_different_stubs_that_are_python() -> None:

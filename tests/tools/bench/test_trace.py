@@ -59,7 +59,7 @@ def test_the_trees_of_a_trace_lead_to_the_answer(width: int) -> None:
         ToyModel(), ToyModel(blur=0.3), drafter="model", num_speculative_tokens=4, speculation_width=width,
         max_batch_size=1,
     )  # fmt: skip
-    tracer = engine.parts.policy = Tracer(engine.parts.policy, drafter=engine.parts.drafter)
+    tracer = engine.use_policy(Tracer(engine.parts.policy, drafter=engine.parts.drafter))
     (output,) = run(engine, [[3, 1, 4]], [SamplingParams(max_tokens=40, seed=1, ignore_eos=True)])
     gained = [token for each in tracer.traced for token in each.tokens]
     assert gained[:40] == output.outputs[0].token_ids
@@ -120,9 +120,7 @@ DRAFTED: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("kind", DRAFTED)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("kind", "width"), zip(DRAFTED, (1, 2, 1, 2), strict=True))
 def test_every_draft_token_has_its_source(kind: str, width: int) -> None:
     options, sources = DRAFTED[kind]
     prompt, draft = [3, 1, 4], ToyModel(blur=0.3) if options["drafter"] != "ngram" else None
@@ -130,7 +128,7 @@ def test_every_draft_token_has_its_source(kind: str, width: int) -> None:
     nearly = [(token + 1) % VOCAB if place % 9 == 8 else token for place, token in enumerate(text)]
     documents = [nearly] if "documents" in sources else []
     engine = make_engine(ToyModel(), draft, documents=documents, speculation_width=width, max_batch_size=1, **options)
-    tracer = engine.parts.policy = Tracer(engine.parts.policy, drafter=engine.parts.drafter)
+    tracer = engine.use_policy(Tracer(engine.parts.policy, drafter=engine.parts.drafter))
     run(engine, [prompt], [PLAIN])
     assert all(len(each.sources) == len(each.draft_tokens) for each in tracer.traced)
     found = {source for each in tracer.traced for source in each.sources}

@@ -139,7 +139,6 @@ ENDLESS = {
 
 @EVERYWHERE
 @pytest.mark.parametrize(("program", "limits"), ENDLESS.values(), ids=ENDLESS)
-@pytest.mark.one_in(3)
 def test_time_is_limited(make: Callable[..., Sandbox], program: str, limits: SandboxLimits) -> None:
     began = time.monotonic()
     assert make(limits).run(program, CHECK, "f") == ProgramResult(False, "time limit")

@@ -27,8 +27,6 @@ from paceline.tools.training.objective import Teacher, counted_positions, draft_
 from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
-pytestmark = pytest.mark.wide
-
 TAPS = (2, 4, 5)
 OPTIONS = DraftTraining(epochs=2, vocab=64, batch_tokens=256, evaluate_every=1e4, checkpoint_every=1e4)
 

@@ -26,8 +26,6 @@ from paceline.llm import LLM
 from paceline.tools.training.run import TrainingRun
 from tools.training.conftest import SIZES, save_target
 
-pytestmark = pytest.mark.wide
-
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train-draft", *arguments], env={"COLUMNS": "200"})
@@ -56,17 +54,17 @@ def test_the_report_has_no_speed_but_the_command_that_measures_it(whole: Path, t
     assert report["measure"] in page
     name, *words = shlex.split(report["measure"])
     assert name == "paceline"
-    few = ("--tasks", "code", "--prompts", "1", "--batch-sizes", "1", "--temperatures", "0", "--max-tokens", "4")
-    options = (*few, "--repeats", "1", "--threads", "1", "-q", "--output", str(tmp_path / "drafters.json"))
+    options = ("--prompts", "open", "--batch-sizes", "1", "--max-tokens", "4", "--repeats", "1", "--threads", "1", "-q")
     measured = CliRunner().invoke(app, [*words, *options])
     assert measured.exit_code == 0, measured.output
     document = json.loads(measured.stdout.splitlines()[-1])
-    assert {each["drafter"] for each in document["speeds"]} >= {"head"}
+    assert document["draft_model"] is not None
+    assert [result["side"] for result in document["results"]] == ["plain", "speculation"]
 
 
 def test_the_measuring_command_includes_dtype_and_quantization() -> None:
     plan = TrainingRun(Path("my head"), DraftData(), DraftTraining(kind="model"), None, resume=False)
-    wanted = "paceline bench drafters MODEL --draft-model 'my head' --dtype auto --device cpu"
+    wanted = "paceline bench offline MODEL --draft-model 'my head' --dtype auto --device cpu"
     assert measuring(plan, "MODEL", {"dtype": "auto", "quantization": None, "device": "cpu"}) == wanted
     int8 = measuring(plan, "MODEL", {"dtype": "auto", "quantization": "int8", "device": "cpu"})
     assert int8 == f"{wanted} --quantization int8"

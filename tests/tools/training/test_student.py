@@ -22,8 +22,6 @@ from tools.training.conftest import SIZES
 from tools.training.test_learn import OPTIONS, TAPS, first_batch, make_trainer
 from tools.training.test_run import call
 
-pytestmark = pytest.mark.wide
-
 MODEL = DraftTraining(**{**vars(OPTIONS), "kind": "model", "layers": 3})
 
 

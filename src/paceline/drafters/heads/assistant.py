@@ -19,9 +19,10 @@ from torch.nn import functional
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
-from paceline.kernels import abi
+from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel, PassBytes
@@ -130,7 +131,7 @@ class AssistantDecoder(HeadDecoder):
 
     def read_from(self, target: Decoder) -> None:
         self._target = target
-        self._described = abi.CCache.of(target.cache) if self.model.native_layers is not None else None
+        self._described = structs.cache(target.cache) if self.model.native_layers is not None else None
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """Count the tokens as read."""
@@ -138,7 +139,7 @@ class AssistantDecoder(HeadDecoder):
             self.num_computed_tokens[row] = max(1, stop)
 
     def next_hidden(self, batch: Batch, missing: int) -> Tensor:
-        """Read each row's last token -> hidden [B, inner]. A row of one token gets no meaning."""
+        """Read each row's last token -> hidden [B, inner]. Undefined for rows of one token."""
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length
         return self._run(batch, batch.pending(), self._root(batch))[:, 0]
 
@@ -149,9 +150,10 @@ class AssistantDecoder(HeadDecoder):
     def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:
         """See ``DraftDecoder``. All draft tokens are read, each with the state at its parent."""
         chain = torch.arange(draft.k, device=batch.device).expand(batch.rows, -1)
-        places = chain if draft.parents is None else draft.parents + 1
+        tensors = DraftTensors.of(draft, batch.device)
+        places = chain if tensors.parents is None else tensors.parents + 1
         before = self._states.gather(1, places[..., None].expand(-1, -1, self._states.shape[-1]))
-        tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
+        tokens = torch.cat([batch.pending(), tensors.tokens], dim=1)
         hidden = self._run(batch, tokens, torch.cat([self._root(batch), before], dim=1))
         new = [(row, i + 1) for row, count in enumerate(draft.drafted) for i in range(read[row], count)]
         return hidden[[row for row, _ in new], [index for _, index in new]]

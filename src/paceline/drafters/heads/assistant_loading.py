@@ -22,8 +22,7 @@ from paceline.models.families.gemma4 import ASSISTANT, ASSISTANT_NAMES, describe
 from paceline.models.files.boundary import Source, is_loaded
 from paceline.models.files.hub import resolve
 from paceline.models.files.json_files import read_object
-from paceline.models.files.quantised_tensors import SafeTensor
-from paceline.models.files.safetensors import stored_tensors
+from paceline.models.files.safetensors import FileTensor, stored_tensors
 from paceline.models.load.loading import description_of, load_config, load_embedding
 from paceline.models.native.layers import NativeLayers
 from paceline.models.native.model import NativeModel
@@ -85,7 +84,7 @@ def _on_kernels(
     path: Path,
 ) -> NativeLayers | None:
     """Pack the layers for the CPU kernels; None, with a line in the log, if the target or they run in torch."""
-    if not isinstance(target, NativeModel) or not target.runs_rounds:
+    if not isinstance(target, NativeModel):
         return None
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
@@ -110,10 +109,10 @@ def _shapes(config: PretrainedConfig, spec: DecoderSpec) -> dict[str, tuple[int,
     return shapes
 
 
-def _read(stored: Mapping[str, SafeTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
+def _read(stored: Mapping[str, FileTensor], name: str, shape: tuple[int, ...], path: Path) -> Tensor:
     if name not in stored or stored[name].shape != shape:
-        found = f"has the shape {stored[name].shape}" if name in stored else "is missing"
-        raise ModelFormatError(f"{path}: {name} {found}, the configuration asks for {shape}")
+        problem = f"has the shape {stored[name].shape}" if name in stored else "is missing"
+        raise ModelFormatError(f"{path}: {name} {problem}, the configuration asks for {shape}")
     tensor = stored[name].load()
     if tensor.is_floating_point() == (name == _ORDER):
         raise ModelFormatError(f"{path}: {name} has the unsupported type {tensor.dtype}")
@@ -135,16 +134,16 @@ def _centroids(config: PretrainedConfig, head: Sequence[Tensor], dtype: torch.dt
 
 
 def _target_description(source: Source) -> DecoderSpec:
-    found = describe(source.config) if is_loaded(source) else description_of(resolve(source))
-    if found is None:
+    spec = describe(source.config) if is_loaded(source) else description_of(resolve(source))
+    if spec is None:
         raise ModelFormatError("an assistant's target must be of a family that paceline runs itself")
-    return found
+    return spec
 
 
 def cache_places(spec: DecoderSpec, target: DecoderSpec) -> list[int]:
     """Return the layer of the target's cache that each layer reads: the last of its kind, with or without a window."""
-    own = [attention for attention in target.attentions if attention.reads_layer is None]
-    last = {attention.window is None: place for place, attention in enumerate(own)}
+    cached = [attention for attention in target.attentions if attention.reads_layer is None]
+    last = {attention.window is None: place for place, attention in enumerate(cached)}
     return [last[attention.window is None] for attention in spec.attentions]
 
 

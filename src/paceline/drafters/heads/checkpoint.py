@@ -69,8 +69,8 @@ def load_head(
     if _OUTPUT not in tensors and output is not None and "d2t" in tensors:
         tensors[_OUTPUT] = _output_rows(output(), tensors["d2t"], str(path))
     _compare(tensors, wanted, str(path))
-    found = {name: tensors[name].to(device, _dtype_for(tensors[name], dtype)) for name in wanted}
-    head.load_state_dict(found, assign=True)
+    state = {name: tensors[name].to(device, _dtype_for(tensors[name], dtype)) for name in wanted}
+    head.load_state_dict(state, assign=True)
     _check_vocabulary(head, str(path))
     return head.requires_grad_(False).eval()
 
@@ -114,11 +114,11 @@ def _tensors(path: Path, layer: str) -> dict[str, Tensor]:
         stored = stored_tensors(path)
         named = {name: name.replace(layer, "layers.0.", 1) if name.startswith(layer) else name for name in stored}
         ignored = [name for name in stored if name in _COPIES or name.endswith("rotary_emb.inv_freq")]
-        found = {named[name]: tensor.load() for name, tensor in stored.items() if name not in ignored}
-    if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
-        kind = found[strange[0]].dtype
+        loaded = {named[name]: tensor.load() for name, tensor in stored.items() if name not in ignored}
+    if strange := [name for name, tensor in loaded.items() if not _is_plain(name, tensor)]:
+        kind = loaded[strange[0]].dtype
         raise ModelFormatError(f"{path}: the tensor {brief(strange[0])} has the unsupported type {kind}")
-    return found
+    return loaded
 
 
 def _is_plain(name: str, tensor: Tensor) -> bool:

@@ -79,7 +79,7 @@ class ChimeraHead(Head):
         fused = self.fuse(features)
         before = torch.cat((fused[:, :1], fused[:, :-1]), dim=1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        read = torch.cat((fused, before), dim=-1)
-        summed = self.step(tokens, read, positions, UnrolledAttention()).normed
+        inputs = torch.cat((fused, before), dim=-1)
+        summed = self.step(tokens, inputs, positions, UnrolledAttention()).normed
         for step in range(min(steps, len(self.heads))):
             yield self._after_block(summed, step)

@@ -104,8 +104,8 @@ class HeadConfig:
             "residual_heads together with settings of other kinds of heads": self.residual_heads > 0
             and not self._only_residual_heads(),
         }
-        if found := [what for what, there in wrong.items() if there]:
-            raise ModelFormatError(f"the head's configuration has {' and '.join(found)}")
+        if problems := [what for what, there in wrong.items() if there]:
+            raise ModelFormatError(f"the head's configuration has {' and '.join(problems)}")
 
     @cached_property
     def decoder(self) -> DecoderSpec:
@@ -247,7 +247,8 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
     transformer = _object(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # the default of the format
     config = _object(fields, "speculators_config")
-    verifier = _object(config, "verifier")
+    verifier, methods = _object(config, "verifier"), _list(config, "proposal_methods")
+    method = methods[0] if methods and isinstance(methods[0], dict) else {}
     return HeadConfig(
         transformer,
         **_sizes(fields, transformer),
@@ -257,7 +258,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         **drafted,
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, _list(verifier, "architectures"))),
-        speculative_tokens=_proposed(config),
+        speculative_tokens=_number(method, "speculative_tokens", 3),
         paying_rows=_paying_rows(_object(fields, "paceline")),
     )
 
@@ -297,8 +298,8 @@ def _sizes(fields: Mapping[str, Any], transformer: Mapping[str, Any]) -> dict[st
         _number(transformer, name, 0)
     width = fields.get("target_hidden_size") or transformer["hidden_size"]
     vocabulary = fields.get("draft_vocab_size") or transformer["vocab_size"]
-    found = {"target_width": width, "draft_vocab_size": vocabulary}
-    return {name: _number(found, name, 0) for name in found}
+    sizes = {"target_width": width, "draft_vocab_size": vocabulary}
+    return {name: _number(sizes, name, 0) for name in sizes}
 
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -306,16 +307,10 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 
 def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
     """Layers whose input is read. shift: 1 if the file names layers by their outputs, else 0."""
-    found = _list(fields, "eagle_aux_hidden_state_layer_ids")
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in found):
-        raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(found)}")
-    return tuple(layer + shift for layer in found) or None
-
-
-def _proposed(config: Mapping[str, Any]) -> int:
-    methods = _list(config, "proposal_methods")
-    first = methods[0] if methods and isinstance(methods[0], dict) else {}
-    return _number(first, "speculative_tokens", 3)
+    layers = _list(fields, "eagle_aux_hidden_state_layer_ids")
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+        raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(layers)}")
+    return tuple(layer + shift for layer in layers) or None
 
 
 def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:

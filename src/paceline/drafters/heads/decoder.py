@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
 from paceline.core.slots import Slots
@@ -94,9 +94,9 @@ class TorchHead(HeadModel):
         return self.head.fused_width
 
     def logits(self, hidden: Tensor) -> Tensor:
-        own = self.head.logits(hidden).float()
-        logits = own.new_full((*own.shape[:-1], self.vocab_size), NEVER)
-        return logits.index_copy_(-1, self._targets, own)
+        draft_logits = self.head.logits(hidden).float()
+        logits = draft_logits.new_full((*draft_logits.shape[:-1], self.vocab_size), NEVER)
+        return logits.index_copy_(-1, self._targets, draft_logits)
 
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.head.state_dict().values())
@@ -249,7 +249,7 @@ class HeadPasses(PaddedPasses):
         self.states = self.last.state
         return normed
 
-    def block(self, batch: Batch, draft: Draft) -> Tensor:
+    def block(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Read the text's last token with its hidden states, and each draft token with the state at its parent.
 
         Returns normed states [B, k + 1, width].

@@ -82,14 +82,14 @@ class HeadLayer(nn.Module):
 
     def first(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
-        read = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        return self._finish(normed if self.normed_residual else hidden, read, rotation, attend)
+        inputs = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        return self._finish(normed if self.normed_residual else hidden, inputs, rotation, attend)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         return self._finish(hidden, self.input_layernorm(hidden), rotation, attend)
 
-    def _finish(self, residual: Tensor, read: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden = residual + self.self_attn(read, rotation, attend)
+    def _finish(self, residual: Tensor, inputs: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        hidden = residual + self.self_attn(inputs, rotation, attend)
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 

@@ -28,7 +28,6 @@ from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.hub import resolve
 from paceline.models.load.loading import head_tensors, load_config, load_embedding, load_output
 from paceline.models.native.model import NativeModel
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.torch.linear import Dense
 from paceline.models.torch.transformer import Transformer
 
@@ -92,7 +91,7 @@ def load_head_for(
 
 def runs_natively(path: Path, target: AnyModel) -> bool:
     """Whether the CPU kernels will run the head in the directory ``path`` if its dtype allows it."""
-    if not isinstance(target, NativeModel) or not target.runs_rounds or not is_head(path):
+    if not isinstance(target, NativeModel) or not is_head(path):
         return False
     return obstacle_of_head(read_head_config(path)) is None
 
@@ -137,14 +136,11 @@ def load_own_head(
 
 def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
     """Return the embedding and the output head [V, H] of a target in torch, in the type that it computes in."""
-    if isinstance(target, Transformer):
-        embedding, output, _ = target.ends()
-        if isinstance(output, Dense):
-            return embedding, output.weight
-        return embedding, load_output(source, dtype=target.dtype, device=target.device)
-    assert isinstance(target, RecurrentModel), "only families that it runs have such heads"
-    weights = target.weights
-    return weights["embed.weight"].float(), weights.get("head.weight", weights["embed.weight"]).float()
+    assert isinstance(target, Transformer), "only families that it runs have such heads"
+    embedding, output, _ = target.ends()
+    if isinstance(output, Dense):
+        return embedding, output.weight
+    return embedding, load_output(source, dtype=target.dtype, device=target.device)
 
 
 def prepare_head(
@@ -161,7 +157,7 @@ def prepare_head(
     """
     given = name, taps, target.max_positions
     obstacle = "its target does not run on the CPU kernels"
-    if isinstance(target, NativeModel) and target.runs_rounds:
+    if isinstance(target, NativeModel):
         wanted = target.quantization if quantization == "same" else quantization
         if wanted is None and head.dtype != torch.bfloat16:
             return TorchHead(head, *given)
@@ -207,7 +203,7 @@ def _named(config: HeadConfig) -> str:
 
 def _compare_names(config: HeadConfig, source: Source, path: Path) -> None:
     """Log a warning if the names differ. Endings may differ: -AWQ, -GGUF, .Q8_0.gguf."""
-    given = name_of(source) if is_loaded(source) else str(source)
+    given = name_of(source)
     ours, theirs = (PurePath(name).name.lower() for name in (given, config.verifier))
     if theirs and not (ours.startswith(theirs) or theirs.startswith(ours)):
         log.warning(

@@ -68,13 +68,13 @@ def own_head(
     with torch.device("meta"):
         head = MtpHead(head_config)
     wanted = {name: tensor for name, tensor in head.state_dict().items() if not name.startswith(_NOT_STORED)}
-    found = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items() if name.startswith(PREFIX)}
-    wrong = sorted(wanted.keys() ^ found.keys())
-    wrong += [name for name, tensor in found.items() if name in wanted and tensor.shape != tuple(wanted[name].shape)]
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items() if name.startswith(PREFIX)}
+    wrong = sorted(wanted.keys() ^ tensors.keys())
+    wrong += [name for name, tensor in tensors.items() if name in wanted and tensor.shape != tuple(wanted[name].shape)]
     if wrong:
         raise ModelFormatError(f"{where}: the tensor mtp.{wrong[0]} is missing, unknown or of another shape")
     vocabulary = head_config.draft_vocab_size
-    state = {name: _read(name, tensor, ends[0].dtype, f"{where}: {PREFIX}{name}") for name, tensor in found.items()}
+    state = {name: _read(name, tensor, ends[0].dtype, f"{where}: {PREFIX}{name}") for name, tensor in tensors.items()}
     state |= {"embed_tokens.weight": ends[0], "lm_head.weight": ends[1]}
     state |= {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
     head.load_state_dict(state, assign=True)

@@ -20,8 +20,8 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
+from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention import AttentionBackend
-from paceline.kernels.pack import INPUT_MULTIPLE
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
@@ -54,9 +54,7 @@ class NativeHead(HeadModel):
         super().__init__(head, name, taps, max_positions)
         spec = spec_of_head(head, max_positions)
         ends = None if target is None else target.packed_decoder
-        kernels = native.select()
-        if kernels is None:
-            raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
+        kernels = native.required()
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
         self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
@@ -71,9 +69,10 @@ class NativeHead(HeadModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, self.width).float().contiguous()
-        own = flat.new_empty(flat.shape[0], self.drafted)
-        self.decoder.logits(flat, own)
-        logits = own.new_full((flat.shape[0], self.vocab_size), NEVER).index_copy_(-1, self._targets, own)
+        draft_logits = flat.new_empty(flat.shape[0], self.drafted)
+        self.decoder.logits(flat, draft_logits)
+        logits = draft_logits.new_full((flat.shape[0], self.vocab_size), NEVER)
+        logits.index_copy_(-1, self._targets, draft_logits)
         return logits.view(*hidden.shape[:-1], self.vocab_size)
 
     def weight_bytes(self) -> int:
@@ -182,7 +181,9 @@ class NativeFusedStates(FusedStates):
         super().__init__(model, rows, positions)
         self.model = model  # its weights fuse them
         self.described = abi.CKept(
-            self.fused.data_ptr(), self.fused.shape[1] - 1, int(self.fused.dtype == torch.bfloat16)
+            states=self.fused.data_ptr(),
+            capacity=self.fused.shape[1] - 1,
+            bf16=self.fused.dtype == torch.bfloat16,
         )
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:

@@ -51,8 +51,8 @@ class TransferHead(Head):
     def _pseudo(self, tokens: Tensor, hidden: Tensor, step: int) -> Tensor:
         """Pseudo hidden states [..., H]. tokens: [...]. hidden: [..., H], of the tokens before them."""
         embedded, scale = self.embed_tokens(tokens).to(hidden.dtype), _rms(hidden)
-        read = torch.cat((hidden / scale, embedded / _rms(embedded)), dim=-1)
-        return hidden + scale * nn.functional.linear(read, self.transfer[step])
+        inputs = torch.cat((hidden / scale, embedded / _rms(embedded)), dim=-1)
+        return hidden + scale * nn.functional.linear(inputs, self.transfer[step])
 
     def states(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         hidden, attend = self.fuse(features), UnrolledAttention()

@@ -86,12 +86,12 @@ class Answers:
 
     def _prompt(self, column: str, cell: object) -> Prompt:
         """A cell as a prompt. Raises PacelineError if it is not one."""
-        given = cell.tolist() if isinstance(cell, np.ndarray) else cell
+        value = cell.tolist() if isinstance(cell, np.ndarray) else cell
         if column == PROMPTS:
-            return as_prompt(PROMPTS, given)
-        if not isinstance(given, list) or not given:
+            return as_prompt(PROMPTS, value)
+        if not isinstance(value, list) or not value:
             raise RequestError(f"a conversation is a list of messages, not {shown(cell)}")
-        return self._llm.tokens_of_chat([check_message(message) for message in given])
+        return self._llm.tokens_of_chat([check_message(message) for message in value])
 
     def _row(self, output: RequestOutput) -> tuple[object, ...]:
         """The answer's columns, in the order of GAINED."""

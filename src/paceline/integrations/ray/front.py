@@ -27,11 +27,11 @@ from paceline.server.app import PROMETHEUS
 from paceline.server.bodies import parsed
 from paceline.server.clients import client_of, prefix_owner
 from paceline.server.generation import ClientGoneError, while_connected
+from paceline.server.http_heads import REQUEST_ID, Tracing
 from paceline.server.logs import request_id
 from paceline.server.metrics import Meter
 from paceline.server.security import Gate
 from paceline.server.streaming import last_events
-from paceline.server.tracing import HEADER, Tracing
 
 log = logging.getLogger("paceline.server")
 
@@ -107,12 +107,12 @@ class Front:
         if self._handle is None:
             return []
         try:
-            found = await self._handle.broadcast("status").results_async(
+            statuses = await self._handle.broadcast("status").results_async(
                 timeout_s=_STATUS_TIMEOUT, return_exceptions=True
             )
         except TimeoutError:
             return []
-        return [cast(ReplicaStatus, each) for each in found if isinstance(each, dict)]
+        return [cast(ReplicaStatus, each) for each in statuses if isinstance(each, dict)]
 
     async def _health(self, _: Request) -> Response:
         """200 while any replica is ready."""
@@ -216,8 +216,8 @@ class Relay:
     async def put(self, message: Message) -> None:
         """Send a message. The start is held back until the body begins: until then another replica may answer."""
         if message["type"] == "http.response.start":
-            kept = [(name, value) for name, value in message["headers"] if name != HEADER]
-            self._start = {**message, "headers": [*kept, (REPLICA, self.replica.encode())]}
+            headers = [(name, value) for name, value in message["headers"] if name != REQUEST_ID]
+            self._start = {**message, "headers": [*headers, (REPLICA, self.replica.encode())]}
             return
         if not self.begun:
             assert self._start is not None, "ASGI"
@@ -251,5 +251,5 @@ def _plain_scope(scope: Scope) -> dict[str, Any]:
     """The parts of the scope that can be sent to another process, with the request's id for the logs."""
     name = (request_id.get() or "").encode()
     kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
-    headers = [(key, value) for key, value in scope["headers"] if key != HEADER]
-    return {key: scope[key] for key in kept if key in scope} | {"root_path": "", "headers": [*headers, (HEADER, name)]}
+    headers = [*((key, value) for key, value in scope["headers"] if key != REQUEST_ID), (REQUEST_ID, name)]
+    return {key: scope[key] for key in kept if key in scope} | {"root_path": "", "headers": headers}

@@ -67,7 +67,7 @@ class Replica:
         return {
             "name": self._name,
             "state": context.service.health,
-            "load": context.admission.inside,
+            "load": context.dispatcher.admission.inside,
             "stats": json.loads(context.meter.stats().model_dump_json()),
             "metrics": context.metrics().decode(),
         }

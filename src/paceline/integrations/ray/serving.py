@@ -83,8 +83,8 @@ class Deployment:
     @property
     def lost(self) -> tuple[type[Exception], ...]:
         """The exceptions by which Ray reports that a replica is gone."""
-        found = self._ray.exceptions
-        return (found.RayActorError, found.ActorUnavailableError, found.RaySystemError, found.ObjectLostError)
+        errors = self._ray.exceptions
+        return (errors.RayActorError, errors.ActorUnavailableError, errors.RaySystemError, errors.ObjectLostError)
 
     def start(self) -> Any:
         """A handle to the replicas, once all of them are ready. Raises RuntimeError if they do not become ready."""

@@ -29,18 +29,11 @@ def labelled(texts: Mapping[str, str], front: str) -> bytes:
     for replica, text in [*texts.items(), ("front", front)]:
         for family in text_string_to_metric_families(text):
             if replica != "front" or family.name == _OF_THE_FRONT:
-                _add(
-                    families.setdefault(family.name, Metric(family.name, family.documentation, family.type)),
-                    family,
-                    replica,
-                )
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
     registry = CollectorRegistry()
     registry.register(_Families(families.values()))
     return generate_latest(registry)
-
-
-def _add(to: Metric, family: Metric, replica: str) -> None:
-    to.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
 
 
 def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

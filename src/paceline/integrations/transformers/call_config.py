@@ -249,16 +249,16 @@ class CallConfig:
 
 
 def _tokens(name: str, value: Any) -> tuple[int, ...]:
-    """Raises ParameterError for what are no whole numbers."""
+    """The token ids in a number, a list or a tensor; none for None. Raises ParameterError for other values."""
     if value is None:
         return ()
     try:
-        found = torch.as_tensor(value).flatten()
+        tokens = torch.as_tensor(value).flatten()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ParameterError(name, value, "a token id, or several") from error
-    if found.is_floating_point() or found.dtype == torch.bool:
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ParameterError(name, value, "a token id, or several")
-    return tuple(int(token) for token in found.tolist())
+    return tuple(int(token) for token in tokens.tolist())
 
 
 Make = Callable[[CallConfig, int], Processor]

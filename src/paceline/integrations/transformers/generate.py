@@ -104,8 +104,8 @@ class _Prompts:
     device: torch.device
 
     def tokens(self, row: int) -> list[int]:
-        found: list[int] = self.ids[row, self.paddings[row] :].tolist()
-        return found
+        tokens: list[int] = self.ids[row, self.paddings[row] :].tolist()
+        return tokens
 
 
 def _prompts(inputs: Tensor | None, rest: dict[str, Any], config: GenerationConfig) -> _Prompts:
@@ -172,7 +172,10 @@ class _Call:
 
     def run(self, engine: Engine) -> GenerateDecoderOnlyOutput | Tensor:
         try:
-            outputs = [engine.add(request) for request in self._requests()]
+            rows = len(self.prompts.ids)
+            seeds = torch.randint(2**62, (rows,)).tolist() if self.call_config.sampled else [None] * rows
+            requests = [self._request(row, seed) for row, seed in enumerate(seeds)]  # all before the first is added
+            outputs = [engine.add(request) for request in requests]
             self._decode(engine, outputs)
         except BaseException:
             engine.clear()
@@ -182,10 +185,6 @@ class _Call:
             if answer.error is not None:
                 raise answer.error
         return self._result([answer.token_ids for answer in answers])
-
-    def _requests(self) -> list[Request]:
-        seeds = torch.randint(2**62, (len(self.prompts.ids),)).tolist() if self.call_config.sampled else []
-        return [self._request(row, seeds[row] if seeds else None) for row in range(len(self.prompts.ids))]
 
     def _request(self, row: int, seed: int | None) -> Request:
         processed = self.call_config.processed(self.own, self.allowed)
@@ -242,9 +241,9 @@ class _Call:
         Those of an answer without tokens are 0.
         """
         each: list[list[Tensor]] = [getattr(record, kind) for record in self.records]
-        nothing = [torch.zeros_like(found[0]) for found in each if found][:1]
-        each = [found or nothing for found in each]
-        steps = [torch.stack([found[min(place, len(found) - 1)] for found in each]) for place in range(longest)]
+        nothing = [torch.zeros_like(tables[0]) for tables in each if tables][:1]
+        each = [tables or nothing for tables in each]
+        steps = [torch.stack([tables[min(place, len(tables) - 1)] for tables in each]) for place in range(longest)]
         return tuple(step.to(self.prompts.device) for step in steps)
 
 
@@ -326,11 +325,11 @@ def _check_logits(llm: LLM, model: PreTrainedModel) -> None:
     count = max(2, min(_CHECKED_TOKENS, llm.engine.max_model_len - 1))
     # Not the first or last ids: after control tokens alone SmolLM2's log-probabilities in bfloat16 are off by 23 %.
     tokens = torch.arange(1, count + 1) * model.config.get_text_config().vocab_size // (count + 2)
-    (found,) = llm.score([tokens[:1].tolist()], [tokens[1:].tolist()], use_tqdm=False)
+    (score,) = llm.score([tokens[:1].tolist()], [tokens[1:].tolist()], use_tqdm=False)
     with torch.no_grad():
         logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0, :-1].float().cpu()
     expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    both = torch.stack([torch.tensor(found.logprobs), expected]).nan_to_num(neginf=0.0)
+    both = torch.stack([torch.tensor(score.logprobs), expected]).nan_to_num(neginf=0.0)
     error = ((both[0] - both[1]).abs().max() / both[1].abs().max().clamp(min=1)).item()
     if not error <= _TOLERANCE[model.dtype]:
         raise ModelError(

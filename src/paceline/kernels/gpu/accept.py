@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.draft import Draft
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.kernels.gpu.draw import (
     BLOCK,
     Blocks,
     Noise,
+    block_maxima,
     first_best,
-    leaders,
     line_max,
     noisy_best,
     noisy_blocks,
@@ -142,7 +142,7 @@ def coupled_kernel(
 def mass_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     slots: tl.tensor,
     masses: tl.tensor,
     line_stride: tl.tensor,
@@ -156,8 +156,8 @@ def mass_kernel(
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + tl.load(slots + line // per_row))
-    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
+    temperature = tl.load(temperatures + tl.load(slots + line // per_row))
+    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), temperature)
     tl.store(masses + line * BLOCKS + block, tl.sum(tl.exp(score), 0))
 
 
@@ -165,12 +165,12 @@ def mass_kernel(
 def draft_probabilities(
     logits: tl.tensor,
     maxima: tl.tensor,
-    leaders: tl.tensor,
+    argmaxes: tl.tensor,
     masses: tl.tensor,
     line: tl.tensor,
     draft_token: tl.tensor,
     real: tl.tensor,
-    heat: tl.tensor,
+    temperature: tl.tensor,
     line_stride: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
@@ -181,29 +181,29 @@ def draft_probabilities(
     there = real[:, None] & (block < BLOCKS)[None, :]
     maximum = tl.load(maxima + at, mask=there, other=float("-inf"))
     top = tl.max(maximum, 1)
-    leader = tl.load(leaders + at, mask=there, other=2147483647)
-    first = tl.min(tl.where(maximum == top[:, None], leader, 2147483647), 1)
+    argmax = tl.load(argmaxes + at, mask=there, other=2147483647)
+    first = tl.min(tl.where(maximum == top[:, None], argmax, 2147483647), 1)
     mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
     x = tl.load(logits + line * line_stride + draft_token, mask=real, other=0.0).to(tl.float32)
-    warm = tl.exp(scaled_logits(x, tl.where(real, top, 0.0), heat)) / tl.where(real, mass, 1.0)
-    return tl.where(heat == 0.0, (draft_token == first).to(tl.float32), warm)
+    warm = tl.exp(scaled_logits(x, tl.where(real, top, 0.0), temperature)) / tl.where(real, mass, 1.0)
+    return tl.where(temperature == 0.0, (draft_token == first).to(tl.float32), warm)
 
 
 @triton.jit(do_not_specialize=["per_row"])
 def rejection_kernel(
     p_logits: tl.tensor,
     p_maxima: tl.tensor,
-    p_leaders: tl.tensor,
+    p_argmaxes: tl.tensor,
     p_masses: tl.tensor,
     p_stride: tl.tensor,
     q_logits: tl.tensor,
     q_maxima: tl.tensor,
-    q_leaders: tl.tensor,
+    q_argmaxes: tl.tensor,
     q_masses: tl.tensor,
     q_stride: tl.tensor,
     draft_tokens: tl.tensor,
     counts: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
     slots: tl.tensor,
@@ -220,13 +220,13 @@ def rejection_kernel(
     place = tl.arange(0, LENGTH_UP)
     real = place < per_row - 1
     draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=real, other=0)
-    heat = tl.load(temperature + slot)
+    temperature = tl.load(temperatures + slot)
     p = draft_probabilities(
-        p_logits, p_maxima, p_leaders, p_masses, row * per_row + place, draft_token, real, heat, p_stride,
+        p_logits, p_maxima, p_argmaxes, p_masses, row * per_row + place, draft_token, real, temperature, p_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
     q = draft_probabilities(
-        q_logits, q_maxima, q_leaders, q_masses, row * (per_row - 1) + place, draft_token, real, heat, q_stride,
+        q_logits, q_maxima, q_argmaxes, q_masses, row * (per_row - 1) + place, draft_token, real, temperature, q_stride,
         BLOCKS, BLOCKS_UP,
     )  # fmt: skip
     a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + place, salt)
@@ -239,12 +239,12 @@ def rejection_kernel(
 def probabilities(
     logits: tl.tensor,
     maxima: tl.tensor,
-    leaders: tl.tensor,
+    argmaxes: tl.tensor,
     masses: tl.tensor,
     line: tl.tensor,
     column: tl.tensor,
     inside: tl.tensor,
-    heat: tl.tensor,
+    temperature: tl.tensor,
     line_stride: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
@@ -253,26 +253,26 @@ def probabilities(
     block = tl.arange(0, BLOCKS_UP)
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     mass = tl.sum(tl.load(masses + line * BLOCKS + block, mask=block < BLOCKS, other=0.0), 0)
-    warm = tl.exp(scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)) / mass
-    cold = (column == first_best(maxima, leaders, line, BLOCKS, BLOCKS_UP)).to(tl.float32)
-    return tl.where(heat == 0.0, cold, warm)
+    warm = tl.exp(scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), temperature)) / mass
+    cold = (column == first_best(maxima, argmaxes, line, BLOCKS, BLOCKS_UP)).to(tl.float32)
+    return tl.where(temperature == 0.0, cold, warm)
 
 
 @triton.jit(do_not_specialize=["per_row"])
 def recover_kernel(
     p_logits: tl.tensor,
     p_maxima: tl.tensor,
-    p_leaders: tl.tensor,
+    p_argmaxes: tl.tensor,
     p_masses: tl.tensor,
     p_stride: tl.tensor,
     q_logits: tl.tensor,
     q_maxima: tl.tensor,
-    q_leaders: tl.tensor,
+    q_argmaxes: tl.tensor,
     q_masses: tl.tensor,
     q_stride: tl.tensor,
     accepted: tl.tensor,
     counts: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
     slots: tl.tensor,
@@ -291,28 +291,29 @@ def recover_kernel(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     slot = tl.load(slots + row)
-    heat = tl.load(temperature + slot)
+    temperature = tl.load(temperatures + slot)
     kept = tl.load(accepted + row)
     p = probabilities(
-        p_logits, p_maxima, p_leaders, p_masses, row * per_row + kept, column, inside, heat, p_stride, BLOCKS, BLOCKS_UP
-    )
+        p_logits, p_maxima, p_argmaxes, p_masses, row * per_row + kept, column, inside, temperature, p_stride,
+        BLOCKS, BLOCKS_UP,
+    )  # fmt: skip
     rest = p
     if kept < tl.load(counts + row):
         q = probabilities(
-            q_logits, q_maxima, q_leaders, q_masses, row * (per_row - 1) + kept, column, inside, heat, q_stride,
+            q_logits, q_maxima, q_argmaxes, q_masses, row * (per_row - 1) + kept, column, inside, temperature, q_stride,
             BLOCKS, BLOCKS_UP,
         )  # fmt: skip
         rest = tl.maximum(p - q, 0.0)
     a, b = noise_key(tl.load(seed + slot), tl.load(length + slot) + kept, salt)
     noise = tl.zeros([BLOCK], tl.float32)
-    if heat > 0.0:
+    if temperature > 0.0:
         noise = near_gumbel(bits24(a, b, column))
     at = row * BLOCKS + block
     for choice in tl.static_range(2):
         weight = rest if choice == 0 else p
         some = inside & (weight > 0)
         score = tl.where(some, tl.log(tl.where(some, weight, 1.0)), float("-inf"))
-        if heat > 0.0:
+        if temperature > 0.0:
             best, found = noisy_best(score, noise, a, b, column, inside)
         else:
             best, found = plain_best(score, column, inside)
@@ -401,7 +402,9 @@ def _shape(k: int, rows: RowState) -> dict[str, int]:
     return {"per_row": k + 1, "LENGTH_UP": up(k + 1), "STOPS": stops, "STOPS_UP": up(stops)}
 
 
-def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK) -> Tensor:
+def coupled(
+    draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None = None, block: int = BLOCK
+) -> Tensor:
     """``rules.accept_matching`` for the draws from logits [B, k + 1, V], and commit -> the record.
 
     synthetic: accept each draft token with this probability instead, for benchmarks.
@@ -428,12 +431,12 @@ def coupled(draft: Draft, logits: Tensor, rows: RowState, synthetic: float | Non
 
 
 def _softmax_tables(logits: Tensor, temperature: Tensor, slots: Tensor, blocks: Blocks) -> tuple[Tensor | int, ...]:
-    """logits [B, L, V] -> the softmax's arguments for kernels: lines, maxima, leaders, masses, stride.
+    """logits [B, L, V] -> the softmax's arguments for kernels: lines, maxima, argmaxes, masses, stride.
 
     temperature: [R] float32, of the rows in slots [B].
     """
     lines = logits.reshape(-1, blocks.vocab)
-    maxima, tokens = leaders(lines, blocks)
+    maxima, tokens = block_maxima(lines, blocks)
     masses = torch.empty_like(maxima)
     mass_kernel[(lines.shape[0], blocks.count)](
         lines,
@@ -466,13 +469,12 @@ def own_logprobs(logits: Tensor, record: Tensor, block: int = BLOCK) -> Tensor:
     return own
 
 
-def rejection(draft: Draft, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
+def rejection(draft: DraftTensors, logits: Tensor, rows: RowState, block: int = BLOCK) -> Tensor:
     """``rules.accept_by_ratio`` for the distributions of logits [B, k + 1, V], and commit -> the record.
 
-    Draft tokens without draft logits are accepted by ``coupled``.
+    draft: with the logits that its tokens were drawn from.
     """
-    if draft.logits is None:
-        return coupled(draft, logits, rows, block=block)
+    assert draft.logits is not None, "draft tokens without logits follow the coupled rule"
     blocks = Blocks(logits.shape[-1], block)
     of, slots = rows.tables, rows.slots.index
     p, q = (_softmax_tables(table, of.temperature, slots, blocks) for table in (logits, draft.logits))

@@ -26,22 +26,22 @@ _ROUNDING = tl.constexpr(2.0**-22)  # relative to the best score
 
 
 @triton.jit
-def leader_kernel(
+def block_maxima_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
-    leaders: tl.tensor,
+    argmaxes: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (N, blocks): each block's largest logit -> maxima [N, blocks] and its first token -> leaders, int32."""
+    """Grid (N, blocks): each block's largest logit -> maxima [N, blocks] and its first token -> argmaxes, int32."""
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
     best = tl.max(x, 0)
     tl.store(maxima + line * BLOCKS + block, best)
-    tl.store(leaders + line * BLOCKS + block, tl.min(tl.where(x == best, column, vocab), 0))
+    tl.store(argmaxes + line * BLOCKS + block, tl.min(tl.where(x == best, column, vocab), 0))
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def draw_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
     ids: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     seed: tl.tensor,
     length: tl.tensor,
     slots: tl.tensor,
@@ -130,12 +130,12 @@ def draw_kernel(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + slot)
-    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), heat)
+    temperature = tl.load(temperatures + slot)
+    score = scaled_logits(x, line_max(maxima, line, BLOCKS, BLOCKS_UP), temperature)
     token = column
     if CUT:
         token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
-    if heat > 0.0:
+    if temperature > 0.0:
         position = tl.load(length + slot) + first + line % per_row
         a, b = noise_key(tl.load(seed + slot), position, salt)
         best, found = noisy_best(score, near_gumbel(bits24(a, b, token)), a, b, token, inside)
@@ -189,12 +189,12 @@ class Noise:
         return Noise(rows.tables.temperature, rows.tables.seed, rows.tables.length, rows.slots.index)
 
 
-def leaders(logits: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def block_maxima(logits: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """logits [N, V] -> each block's largest [N, blocks] float32 and the first token that has it, int32."""
     lines = logits.shape[0]
     maxima = torch.empty((lines, blocks.count), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((lines, blocks.count), dtype=torch.int32, device=logits.device)
-    leader_kernel[(lines, blocks.count)](
+    block_maxima_kernel[(lines, blocks.count)](
         logits, maxima, tokens, logits.stride(0), blocks.vocab, BLOCKS=blocks.count, BLOCK=blocks.size, num_warps=_WARPS
     )
     return maxima, tokens
@@ -205,7 +205,7 @@ def noisy_blocks(
 ) -> tuple[Tensor, Tensor]:
     """logits [B * L, V] -> each block's best noisy score [B * L, blocks] float64 and its token, int32."""
     lines, rows = logits.shape[0], noise.slots.shape[0]
-    maxima, _ = leaders(logits, blocks)
+    maxima, _ = block_maxima(logits, blocks)
     values = torch.empty((lines, blocks.count), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((lines, blocks.count), dtype=torch.int32, device=logits.device)
     draw_kernel[(lines, blocks.count)](

@@ -1,9 +1,9 @@
 """Tensor programs as CUDA graphs, whose results reach the host later, through pinned memory.
 
-``device_round.py`` builds rounds from these general parts:
+``engine/rounds/program.py`` builds rounds from these general parts:
 
-    round = DeviceRound(target, draft, batch, rule)      # decoders, core.batch.Batch, device_round.DeviceAcceptance
-    round.set_rows(controls)                             # the rows that take part, and their limits; one small upload
+    round = DeviceRound(target, draft, batch, rule)      # decoders, core.batch.Batch, rounds.program.DeviceAcceptance
+    round.cap_draft_tokens(caps)                         # the rows' limits of draft tokens; one small upload
     ticket = round.run(rows, k, longest)                 # captured at first use, then one graph launch; returns at once
     record = ticket.read()                               # waits for that round only, while later ones may run
 

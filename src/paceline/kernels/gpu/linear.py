@@ -330,13 +330,6 @@ def linear(
     return out
 
 
-def linear_reference(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """Reference implementation of ``linear`` in plain torch: float32 sums, the scale last."""
-    sums = x.float() @ weight.unscaled(torch.float32).T
-    sums = sums if weight.scales is None else sums * weight.scales
-    return (sums if bias is None else sums + bias.float()).to(x.dtype)
-
-
 Shape = tuple[int, int, int]  # outputs, inputs, rows of a tile
 Timer = Callable[[Callable[[], object]], float]
 """Runs a call several times; returns the seconds of one."""

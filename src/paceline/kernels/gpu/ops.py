@@ -7,23 +7,36 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
-from paceline.core.sampling import Purpose, draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.sampling import draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.values import Accepted, DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import with_path
 
 
 class _ComposedOps(ABC):
-    """The operations of trees and of the likeliest tokens, made of draws and torch operators."""
+    """What both implementations share: the choice of a rule, and operations made of draws and torch operators."""
 
     @abstractmethod
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         """See ``RoundOps``."""
 
-    def leaders(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
+    @abstractmethod
+    def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+        """Accept and commit chains by the coupled rule, or at a rate -> the record (``gpu.accept.coupled``)."""
+
+    @abstractmethod
+    def _rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
+        """Accept and commit chains by the rejection rule -> the record (``gpu.accept.rejection``)."""
+
+    @abstractmethod
+    def _own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+        """Log-probabilities of a record's tokens -> [B, k + 1] float32 (``gpu.accept.own_logprobs``)."""
+
+    def top_candidates(self, logits: Tensor, rows: RowState, first: int, width: int) -> Tensor:
         candidates: list[Tensor] = []
         for _ in range(width):
             drawn = self.draw(logits, rows, first, Purpose.DRAW)
@@ -31,19 +44,29 @@ class _ComposedOps(ABC):
             logits = logits.scatter(2, drawn[..., None], -torch.inf)
         return torch.cat(candidates, dim=1)
 
-    def coupled_trees(self, draft: Draft, logits: Tensor, rows: RowState, width: int) -> Tensor:
+    def accept(self, draft: DraftTensors, logits: Tensor, rows: RowState, rule: DeviceAcceptance, width: int) -> Tensor:
+        if draft.parents is not None:
+            return self._coupled_trees(draft, logits, rows, width)
+        if rule.independent and draft.logits is not None:
+            return self._rejection(draft, logits, rows)
+        return self._coupled(draft, logits, rows, rule.synthetic)
+
+    def _coupled_trees(self, draft: DraftTensors, logits: Tensor, rows: RowState, width: int) -> Tensor:
         draws = logits.new_empty(logits.shape[:2], dtype=torch.int64)
         draws[:, :1] = self.draw(logits[:, :1], rows, 0, Purpose.DRAW)
         for place in range(1, 1 + width):  # siblings share a text position
             draws[:, place::width] = self.draw(logits[:, place::width].contiguous(), rows, 1, Purpose.DRAW)
-        verdict = accept_matching(draft, draws)
-        assert verdict.path is not None, "trees have a path"
-        return with_path(committed(verdict, rows), verdict.path)
+        accepted = accept_matching(draft, draws)
+        assert accepted.path is not None, "trees have a path"
+        return with_path(committed(draft, accepted, rows), accepted.path)
 
-    def likeliest(self, logits: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, record: Tensor, most: int) -> LogprobTensors:
+        own = self._own_logprobs(logits, record)
+        if most == 0:
+            return LogprobTensors.alone(own)
         logits = logits.float()
         values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
-        return ids, values - logits.logsumexp(-1, keepdim=True)
+        return LogprobTensors(own, ids, values - logits.logsumexp(-1, keepdim=True))
 
 
 class ReferenceOps(_ComposedOps):
@@ -51,34 +74,34 @@ class ReferenceOps(_ComposedOps):
 
     name = "torch"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
+    def shape(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
         return shaped(logits, rows, asks, draft_tokens, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         return draw_at_temperature(logits, rows, first, purpose)
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = draw_at_temperature(logits, rows)
-        verdict = accept_matching(draft, draws) if synthetic is None else accept_at_rate(draft, draws, rows, synthetic)
-        return committed(verdict, rows)
+        if synthetic is None:
+            return committed(draft, accept_matching(draft, draws), rows)
+        return committed(draft, accept_at_rate(draft, draws, rows, synthetic), rows)
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
-        if draft.logits is None:
-            return self.coupled(draft, logits, rows, None)
+    def _rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
+        assert draft.logits is not None, "draft tokens without logits follow the coupled rule"
         p, q = (probabilities_at_temperature(table, rows) for table in (logits, draft.logits))
-        return committed(accept_by_ratio(draft, p, q, rows), rows)
+        return committed(draft, accept_by_ratio(draft, p, q, rows), rows)
 
-    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+    def _own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         logits = logits.float()
         own = logits.gather(-1, record[:, : logits.shape[1], None]).squeeze(-1)
         return own - logits.logsumexp(-1)
 
 
-def committed(verdict: Verdict, rows: RowState) -> Tensor:
-    """Commit a verdict -> the round's record [B, k + 4]."""
-    gained, ended = rows.gain(verdict.tokens, verdict.accepted)
-    numbers = verdict.accepted.masked_fill(ended, 0), verdict.drafted.masked_fill(ended, 0), gained
-    return torch.cat([verdict.tokens, torch.stack(numbers, dim=1)], dim=1)
+def committed(draft: DraftTensors, accepted: Accepted, rows: RowState) -> Tensor:
+    """Commit what was accepted of a draft -> the round's record [B, k + 4]."""
+    gained, ended = rows.gain(accepted.tokens, accepted.accepted)
+    numbers = accepted.accepted.masked_fill(ended, 0), draft.counts.masked_fill(ended, 0), gained
+    return torch.cat([accepted.tokens, torch.stack(numbers, dim=1)], dim=1)
 
 
 class TritonOps(_ComposedOps):
@@ -86,27 +109,27 @@ class TritonOps(_ComposedOps):
 
     name = "triton"
 
-    def shaped(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
-        from paceline.kernels.gpu.shape import shaped
+    def shape(self, logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int) -> Tensor:
+        from paceline.kernels.gpu.shape import shaped  # needs triton
 
         return shaped(logits, rows, asks, draft_tokens, first)
 
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
-        from paceline.kernels.gpu.draw import Noise, draw  # needs triton
+        from paceline.kernels.gpu.draw import Noise, draw
 
         return draw(logits, Noise.of(rows), first, purpose)
 
-    def coupled(self, draft: Draft, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
+    def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.kernels.gpu.accept import coupled
 
         return coupled(draft, logits, rows, synthetic)
 
-    def rejection(self, draft: Draft, logits: Tensor, rows: RowState) -> Tensor:
+    def _rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
         from paceline.kernels.gpu.accept import rejection
 
         return rejection(draft, logits, rows)
 
-    def own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
+    def _own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         from paceline.kernels.gpu.accept import own_logprobs
 
         return own_logprobs(logits, record)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import LOG2_E, TWO_TO, count_tokens, truncate
-from paceline.kernels.gpu.draw import BLOCK, Blocks, leaders, line_max, scaled_logits
+from paceline.kernels.gpu.draw import BLOCK, Blocks, block_maxima, line_max, scaled_logits
 
 _WARPS = 8
 MOST_REGISTERS = 96  # per thread of cut_kernel: by default the assembler stops at 64 and spills (sm_100)
@@ -104,13 +104,13 @@ def mass_of(scaled: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scores(
-    logits: tl.tensor, line: tl.tensor, start: tl.tensor, top: tl.tensor, heat: tl.tensor, line_stride: tl.tensor,
-    vocab: tl.tensor, BLOCK: tl.constexpr,
+    logits: tl.tensor, line: tl.tensor, start: tl.tensor, top: tl.tensor, temperature: tl.tensor,
+    line_stride: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A block of a line's scaled logits; the largest logit becomes 0."""
     column = start + tl.arange(0, BLOCK)
     x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-    return scaled_logits(x, top, heat)
+    return scaled_logits(x, top, temperature)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def lowest_kept(
     logits: tl.tensor,
     line: tl.tensor,
     top: tl.tensor,
-    heat: tl.tensor,
+    temperature: tl.tensor,
     line_stride: tl.tensor,
     vocab: tl.tensor,
     floor: tl.tensor,
@@ -137,7 +137,7 @@ def lowest_kept(
         middle = low + ((high - low) >> 1)
         above = tl.full([], 0, tl.int64)
         for start in range(0, vocab, BLOCK):
-            score = scores(logits, line, start, top, heat, line_stride, vocab, BLOCK)
+            score = scores(logits, line, start, top, temperature, line_stride, vocab, BLOCK)
             higher = (order_of(score) > middle) & (score >= floor) & (start + tl.arange(0, BLOCK) < vocab)
             weight = mass_of(score) if IN_MASS else tl.full([BLOCK], 1, tl.int64)
             above += tl.sum(tl.where(higher, weight, 0), 0)
@@ -151,7 +151,7 @@ def lowest_kept(
 def cut_kernel(
     logits: tl.tensor,
     maxima: tl.tensor,
-    temperature: tl.tensor,
+    temperatures: tl.tensor,
     floors: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
@@ -167,14 +167,14 @@ def cut_kernel(
     """Grid (N): min-p, top-k, then top-p of the remaining tokens -> out [N, V] float32, -inf for removed tokens."""
     line = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + line // per_row)
-    heat, floor = tl.load(temperature + slot), tl.load(floors + slot)
+    temperature, floor = tl.load(temperatures + slot), tl.load(floors + slot)
     top = line_max(maxima, line, BLOCKS, BLOCKS_UP)
     least = tl.full([], _LOWEST, tl.int64)
     most, share = tl.load(top_k + slot), tl.load(top_p + slot)
     nothing = float("-inf")
     if most > 0:
         least = lowest_kept(
-            logits, line, top, heat, line_stride, vocab, nothing, most.to(tl.float64), False, BLOCK
+            logits, line, top, temperature, line_stride, vocab, nothing, most.to(tl.float64), False, BLOCK
         )  # fmt: skip
     if share < 1.0:
         edge = least.to(tl.int32)
@@ -182,16 +182,16 @@ def cut_kernel(
         under = tl.maximum(floor, edge)
         mass = tl.full([], 0, tl.int64)
         for start in range(0, vocab, BLOCK):
-            score = scores(logits, line, start, top, heat, line_stride, vocab, BLOCK)
+            score = scores(logits, line, start, top, temperature, line_stride, vocab, BLOCK)
             kept = (score >= under) & (start + tl.arange(0, BLOCK) < vocab)
             mass += tl.sum(tl.where(kept, mass_of(score), 0), 0)
         limit = tl.maximum(share.to(tl.float64) * mass.to(tl.float64), 1.0)  # the most likely token stays
-        nucleus = lowest_kept(logits, line, top, heat, line_stride, vocab, under, limit, True, BLOCK)
+        nucleus = lowest_kept(logits, line, top, temperature, line_stride, vocab, under, limit, True, BLOCK)
         least = tl.maximum(least, nucleus)
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + line * line_stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        score = scaled_logits(x, top, heat)
+        score = scaled_logits(x, top, temperature)
         stays = (order_of(score) >= least) & (score >= floor)
         tl.store(out + line * vocab + column, tl.where(stays, x, float("-inf")), mask=column < vocab)
 
@@ -225,7 +225,7 @@ def _adjusted(lines: Tensor, rows: RowState, draft_tokens: Tensor, first: int, b
 
 
 def _cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
-    maxima, _ = leaders(lines, blocks)
+    maxima, _ = block_maxima(lines, blocks)
     of = rows.tables
     out = torch.empty(lines.shape, dtype=torch.float32, device=lines.device)
     cut_kernel[(lines.shape[0],)](

@@ -5,13 +5,15 @@ B rows, k draft tokens; L new tokens per row, H heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.core.draft import HostVerdict, Logprobs, VerifiedTree
+from paceline.core.draft import Logprobs, Verdict
+from paceline.core.values import LogprobTensors
 
 RECORD_TAIL = 3  # accepted, drafted, gained
 
@@ -51,15 +53,10 @@ class PackedHeads:
     eps: float
 
 
-def with_logprobs(record: Tensor, own: Tensor, top_ids: Tensor | None = None, top: Tensor | None = None) -> Tensor:
-    """Append the tokens' log-probabilities [B, k + 1] float32 to a record [B, k + 1 + 3], as bits in int64.
-
-    top_ids, top [B, k + 1, m]: the most likely tokens and their log-probabilities; None for none.
-    """
-    parts = [record, own.view(torch.int32).long()]
-    if top_ids is not None and top is not None:
-        parts += [top_ids.flatten(1), top.contiguous().view(torch.int32).long().flatten(1)]
-    return torch.cat(parts, dim=1)
+def with_logprobs(record: Tensor, logprobs: LogprobTensors) -> Tensor:
+    """Append log-probabilities to a record [B, k + 1 + 3], as bits in int64."""
+    own, values = (table.contiguous().view(torch.int32).long() for table in (logprobs.own, logprobs.top_values))
+    return torch.cat([record, own, logprobs.top_ids.flatten(1), values.flatten(1)], dim=1)
 
 
 def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Logprobs]:
@@ -68,15 +65,16 @@ def read_logprobs(record: list[list[int]], k: int) -> tuple[list[list[int]], Log
     numbers = torch.tensor([line[width:] for line in record])
     own, rest = numbers[:, :places], numbers[:, places:]
     ids, top = rest.view(len(record), 2, places, rest.shape[1] // (2 * places)).unbind(1)
-    return [line[:width] for line in record], Logprobs(_floats(own), ids, _floats(top))
+    return [line[:width] for line in record], Logprobs(_floats(own), ids.tolist(), _floats(top))
 
 
-def _floats(bits: Tensor) -> Tensor:
+def _floats(bits: Tensor) -> list[Any]:
     """Bits stored in int64 -> float32."""
-    return bits.int().view(torch.float32)
+    values: list[Any] = bits.int().view(torch.float32).tolist()
+    return values
 
 
-def what_follows(count: int, width: int) -> list[int]:
+def tree_parents(count: int, width: int) -> list[int]:
     """The parent of each draft token of the trees that devices grow, or -1 at the root.
 
     count: draft tokens in breadth-first order. width: draft tokens per depth; all are children of the previous depth's
@@ -96,21 +94,20 @@ def accepted_path(record: Tensor) -> tuple[Tensor, Tensor]:
     return record[:, drafted + 1 : 2 * drafted + 1], record[:, -RECORD_TAIL]
 
 
-def read_trees(record: list[list[int]], width: int) -> HostVerdict:
-    """The record [B, 2 N + 4] of trees (``device_round``): N draft tokens per row, ``width`` per depth."""
+def read_trees(record: list[list[int]], width: int) -> Verdict:
+    """The record [B, 2 N + 4] of trees (``engine.rounds.program``): N draft tokens per row, ``width`` per depth."""
     drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
-    verdict = read_record(record)
-    follows = what_follows(drafted, width)
-    verdict.trees = [
-        VerifiedTree.of(follows[:count], line[drafted + 1 : drafted + 1 + kept])
-        for line, count, kept in zip(record, verdict.drafted, verdict.accepted, strict=True)
-    ]
-    return verdict
+    verdict, parents = read_record(record), tree_parents(drafted, width)
+    return replace(
+        verdict,
+        parents=[parents[:count] for count in verdict.drafted],
+        path=[line[drafted + 1 : drafted + 1 + count] for line, count in zip(record, verdict.accepted, strict=True)],
+    )
 
 
-def read_record(record: list[list[int]]) -> HostVerdict:
+def read_record(record: list[list[int]]) -> Verdict:
     """A round's record [B, k + 1 + 3] on the host. Rows that gained nothing are idle."""
-    return HostVerdict(
+    return Verdict(
         tokens=[line[: line[-3] + 1] for line in record],
         accepted=[line[-3] for line in record],
         drafted=[line[-2] for line in record],

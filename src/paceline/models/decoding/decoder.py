@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
-from paceline.core.draft import Draft, Verdict
+from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
+from paceline.core.values import Accepted
 from paceline.kernels.attention import AttentionBackend
 from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters
 from paceline.models.decoding.cached_rows import CachedRows
@@ -74,7 +75,7 @@ class Decoder(CachedRows):
         rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows
         return self.passes.forward(tokens, start, longest, rows, counts, tree)
 
-    def verify(self, batch: Batch, draft: Draft) -> Tensor:
+    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Run each row's pending token and its k draft tokens in one pass -> logits [B, k + 1, V] of the next tokens.
 
         The logits after the last draft token of a row are undefined. A FlatModel does not compute them: if the rows
@@ -83,19 +84,19 @@ class Decoder(CachedRows):
         """
         return self.logits(self.passes.verify(batch, draft))
 
-    def keep(self, batch: Batch, verdict: Verdict) -> None:
+    def keep(self, batch: Batch, accepted: Accepted) -> None:
         """Move the accepted path of each draft tree behind the row's text. Called before the commit.
 
         The accepted tokens of a chain are in place already.
         """
-        if verdict.path is None:
+        if (path := accepted.path) is None:
             return
-        moved, width = list(range(batch.rows)), verdict.path.shape[1]
-        if verdict.path.device.type == "cpu":  # skip rows that stay in place, unless that needs a device read
-            width, order = max(verdict.host.accepted), list(range(verdict.path.shape[1]))
-            moved = [row for row, path in enumerate(verdict.path.tolist()) if path != order]
+        moved, width = list(range(batch.rows)), path.shape[1]
+        if path.device.type == "cpu":  # skip rows that stay in place, unless that needs a device read
+            order, width = list(range(width)), int(accepted.accepted.max())
+            moved = [row for row, line in enumerate(path.tolist()) if line != order]
         if moved and width > 0:
-            self.keep_paths(batch.live_slots.index[moved], batch.live_length[moved], verdict.path[moved, :width])
+            self.keep_paths(batch.live_slots.index[moved], batch.live_length[moved], path[moved, :width])
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
         """Move the accepted paths of draft trees in rows of the cache; arguments as for ``KVCache.keep``."""

@@ -6,22 +6,44 @@ B rows, k draft tokens. The cache may lack tokens of the text; draft tokens lie 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import Draft
 from paceline.core.slots import Slots
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_vocabulary import DraftVocabulary
 
-if TYPE_CHECKING:
-    from paceline.models.decoding.native_draft import NativeDrafting
-
 USUAL_MISSING = 2  # tokens missing in its cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
+
+
+class OneCallDrafting(Protocol):
+    """Makes all draft tokens of a round in one call of the CPU kernels; ``native_draft`` has the implementation.
+
+    branches: whether it draws trees.
+    """
+
+    branches: bool
+
+    def shorten(self, vocabulary: DraftVocabulary) -> None:
+        """See ``DraftDecoder.shorten``."""
+        ...
+
+    def draft(
+        self,
+        batch: Batch,
+        counts: Sequence[int],
+        stop_drafting: StopDrafting | None,
+        *,
+        distributions: bool,
+        width: int = 1,
+    ) -> Draft:
+        """Run the missing tokens of each row and draft ``counts`` [B] tokens; see ``NativeDrafting.draft``."""
+        ...
 
 
 class DraftDecoder(Decoder):
@@ -34,7 +56,7 @@ class DraftDecoder(Decoder):
     """
 
     fed_tokens = USUAL_MISSING
-    native: NativeDrafting | None = None
+    native: OneCallDrafting | None = None
     vocabulary: DraftVocabulary | None = None
 
     def shorten(self, vocabulary: DraftVocabulary) -> None:

@@ -85,11 +85,10 @@ class DraftVocabulary(RowKeeper):
         """Count what each row gained in a round and, once, its prompt. Choose the subset anew when it is time."""
         if not self.follows:
             return
-        host = verdict.host
-        rows = zip(host.tokens, host.gained, strict=True)
+        rows = zip(verdict.tokens, verdict.gained, strict=True)
         self.count([token for tokens, gained in rows for token in tokens[:gained]])
         if self._new_slots:
-            for slot, length, gained in zip(batch.slots, batch.lengths, host.gained, strict=True):
+            for slot, length, gained in zip(batch.slots, batch.lengths, verdict.gained, strict=True):
                 if slot in self._new_slots:
                     self._new_slots.discard(slot)
                     self.count(batch.text[slot, : length - gained].numpy())

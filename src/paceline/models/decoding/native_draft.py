@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof
-from functools import cached_property
+from ctypes import pointer
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, StopDrafting
 from paceline.core.draft import SIBLING_KIND, Draft, branching
-from paceline.core.sampling import Purpose
+from paceline.core.values import Purpose
 from paceline.errors import ParameterError
-from paceline.kernels import abi, native
+from paceline.kernels import abi, native, structs
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.cpu import described
 from paceline.models.decoding.draft_decoder import DraftDecoder
@@ -48,7 +48,7 @@ class NativeDrafting:
         first: int = 0,
         kept: tuple[abi.CKept, object] | None = None,
     ) -> None:
-        self.library, self.cache = library, abi.CCache.of(owner.cache)
+        self.library, self.cache = library, structs.cache(owner.cache)
         self.branches = kept is not None  # the kernels draw trees of heads only
         self._first = first
         self._kept, states = kept or (abi.CKept(), None)
@@ -63,7 +63,7 @@ class NativeDrafting:
         """See ``DraftDecoder.shorten``."""
         assert isinstance(vocabulary.head, PackedShortHead)
         self._vocabulary = vocabulary
-        self._shortened = abi.CShortHead(vocabulary.head.linear, vocabulary.tokens.data_ptr())
+        self._shortened = abi.CShortHead(head=vocabulary.head.linear, targets=vocabulary.tokens.data_ptr())
 
     def _empty_logits(self, lines: int) -> Tensor:
         """Logits [lines, V] of ``NEVER``. The kernels overwrite those of the tokens that are scored."""
@@ -120,7 +120,7 @@ class NativeDrafting:
         probabilities = torch.zeros(most, rows, self._vocab_size, dtype=torch.float32) if distributions else None
         found = (_DraftTable if width == 1 else _TreeTable)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
-        call.draft_stride, call.probabilities = most, abi.address(probabilities)
+        call.draft_stride, call.probabilities = most, structs.address(probabilities)
         if width > 1:
             self._branch(call, rows, width)
         self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
@@ -137,7 +137,7 @@ class NativeDrafting:
         self.run(call)
         callbacks.raise_failure()
         self.note_drafted(slots, lengths, found.drawn)
-        return found.draft(batch, probabilities)
+        return found.draft(probabilities)
 
     def note_drafted(self, slots: Sequence[int], lengths: Sequence[int], drawn: Sequence[int]) -> None:
         """Count what a draft has read: the text, and of a draft model all draft tokens but the last.
@@ -148,11 +148,11 @@ class NativeDrafting:
             if count > 0:
                 self._computed[slot] = length + (0 if self._first else count - 1)
 
-    def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraft:
+    def _call(self, batch: Batch, rows: int, numbers: array[int]) -> abi.CDraftCall:
         """The call's arguments. numbers: slots, starts, stops; for a draft also counts, tokens drawn, draft tokens."""
         start, size = numbers.buffer_info()[0], 8 * rows
         drafts, counts = len(numbers) > 3 * rows, start + 3 * size
-        return abi.CDraft(
+        return abi.CDraftCall(
             text=batch.text.data_ptr(),
             text_stride=batch.text.stride(0),
             kept=self._kept,
@@ -165,7 +165,7 @@ class NativeDrafting:
             draft_tokens=counts + 2 * size if drafts else None,
         )
 
-    def _branch(self, call: abi.CDraft, rows: int, width: int) -> None:
+    def _branch(self, call: abi.CDraftCall, rows: int, width: int) -> None:
         """Ask for trees: parents and ranks are stored behind the draft tokens."""
         call.width = width
         call.parents = call.draft_tokens + 8 * rows * call.draft_stride
@@ -173,7 +173,7 @@ class NativeDrafting:
         if len(self.scratch) < rows * width:
             self.scratch = self._empty_logits(rows * width)
 
-    def _set_vocabulary(self, call: abi.CDraft) -> None:
+    def _set_vocabulary(self, call: abi.CDraftCall) -> None:
         """Score the draft vocabulary only. Logits of tokens that have left it become ``NEVER`` again."""
         vocabulary = self._vocabulary
         if vocabulary is None:
@@ -182,13 +182,13 @@ class NativeDrafting:
             self._version = vocabulary.version
             with torch.inference_mode():  # they may have been made in it, and rounds of the kernels run outside of it
                 self.scratch.fill_(NEVER)
-        call.shortened = addressof(self._shortened)
+        call.shortened = pointer(self._shortened)
 
-    def _set_sampling(self, call: abi.CDraft, batch: Batch, purpose: Purpose) -> None:
+    def _set_sampling(self, call: abi.CDraftCall, batch: Batch, purpose: Purpose) -> None:
         call.by = described(batch.sampling.drawing(batch.text, batch.length))
         call.logits, call.purpose = self.scratch.data_ptr(), purpose
 
-    def run(self, call: abi.CDraft) -> None:
+    def run(self, call: abi.CDraftCall) -> None:
         """Run a call. Raises ParameterError if the kernels refuse it."""
         problem = self.library.draft(call, self.cache)
         if problem is not None:
@@ -204,28 +204,25 @@ class PlannedDraft(Draft):
     """
 
     def __init__(
-        self, drafting: NativeDrafting, call: abi.CDraft, found: _DraftTable, batch: Batch, planned: Sequence[int]
+        self, drafting: NativeDrafting, call: abi.CDraftCall, found: _DraftTable, batch: Batch, planned: Sequence[int]
     ) -> None:
         self.drafting, self.call, self.planned, self.is_made = drafting, call, planned, False
         self._found, self._slots, self._lengths = found, batch.slots, batch.lengths[:]
         drawing = batch.sampling.drawing(batch.text, batch.length)
         self._memory = batch, drawing, drafting.scratch  # the call points to it
-        self._device, self._listed = batch.device, True
-        self.confidence = self.kinds = self.host_parents = None
+        self._made: list[list[int]] = []
 
-    @cached_property
+    @property
     def draft_tokens(self) -> list[list[int]]:
-        self.drafting.run(self.call)
-        return self._take()
+        if not self.is_made:
+            self.drafting.run(self.call)
+            self.note_made()
+        return self._made
 
-    def note_made(self, seconds: float) -> None:
-        """Take the draft tokens after a round that began with the call. seconds: what the call took."""
-        self.late_seconds, self.draft_tokens = seconds, self._take()
-
-    def _take(self) -> list[list[int]]:
-        self.is_made = True
+    def note_made(self) -> None:
+        """Take the draft tokens after the call."""
+        self.is_made, self._made = True, self._found.draft_tokens
         self.drafting.note_drafted(self._slots, self._lengths, self._found.drawn)
-        return self._found.draft_tokens
 
     @property
     def k(self) -> int:
@@ -240,6 +237,8 @@ class PlannedDraft(Draft):
 class NativeDraftDecoder(DraftDecoder):
     """The decoder of a draft model on the CPU kernels, which drafts chains in one call."""
 
+    native: NativeDrafting
+
     def __init__(
         self, model: NativeModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
@@ -247,11 +246,9 @@ class NativeDraftDecoder(DraftDecoder):
         self.native = NativeDrafting(self, model.packed_decoder.decoder)
 
     def missing_tokens(self, batch: Batch) -> list[int]:
-        assert self.native is not None
         return self.native.missing_tokens(batch)
 
     def rewind(self, batch: Batch) -> None:
-        assert self.native is not None
         self.native.rewind(batch)
 
 
@@ -287,13 +284,13 @@ class _DraftTable:
         """Paths of token ids to each new node of a row. known: number of its draft tokens that are not new."""
         return [self.draft_tokens[row]]
 
-    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
+    def draft(self, distributions: Tensor | None) -> Draft:
         """The finished draft. distributions: [width, B, V], or None."""
         scores = None if self._chances is None else self.scores
-        read = Draft.of(self.draft_tokens, batch.device, scores)
-        if distributions is None or read.k == 0:
-            return read
-        return Draft(read.tokens, read.counts, distributions[: read.k].transpose(0, 1).contiguous(), scores)
+        draft = Draft(self.draft_tokens, confidence=scores)
+        if distributions is None or draft.k == 0:
+            return draft
+        return replace(draft, probabilities=distributions[: draft.k].transpose(0, 1).contiguous())
 
 
 class _TreeTable(_DraftTable):
@@ -314,9 +311,9 @@ class _TreeTable(_DraftTable):
             paths.append([*paths[parent + 1], token])
         return paths[1 + known :] if len(paths) > 1 else paths
 
-    def draft(self, batch: Batch, distributions: Tensor | None) -> Draft:
+    def draft(self, distributions: Tensor | None) -> Draft:
         kinds = [[SIBLING_KIND if rank else 0 for rank in line] for line in self._lines(self._ranks)]
-        return branching(self.draft_tokens, self.parents, batch.device, self.scores, kinds)
+        return branching(self.draft_tokens, self.parents, self.scores, kinds)
 
 
 class _MaskedLogits:

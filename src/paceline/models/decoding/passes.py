@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
-from paceline.core.draft import Draft, depths_of, real_places
+from paceline.core.draft import Draft, depths_of, first_of
+from paceline.core.draft_tensors import DraftTensors, real_places
 from paceline.core.nodes import Nodes, Tree
 from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
@@ -92,7 +93,7 @@ class Passes(ABC):
         """See ``Decoder.forward``."""
 
     @abstractmethod
-    def verify(self, batch: Batch, draft: Draft) -> Tensor:
+    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Run each row's pending token and its draft tokens -> hidden [B, k + 1, width].
 
         Or [N, width] of the N real tokens, row by row, if rows differ in draft tokens and none has probabilities.
@@ -114,7 +115,7 @@ class Passes(ABC):
     def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
         """Run the draft tokens new[i] of each row's tree, whose earlier ones were run -> hidden [N, width] of them."""
 
-    def block(self, batch: Batch, draft: Draft) -> Tensor:
+    def block(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Run each row's pending token and all of its draft tokens, padded -> hidden [B, k + 1, width]."""
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         start, longest = batch.live_length - 1, batch.longest + draft.k
@@ -173,7 +174,7 @@ class PaddedPasses(Passes):
         part = RowsPass(self.cache.states, rows.index, start, counts, nodes, text)
         return part if plan.ancestors is None else replace(part, positions=plan.positions, paths=plan.paths)
 
-    def verify(self, batch: Batch, draft: Draft) -> Tensor:
+    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         return self.block(batch, draft)
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -199,8 +200,9 @@ class PaddedPasses(Passes):
         return [of_row[:size] for of_row, size in zip(hidden, sizes, strict=True)]
 
     def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
+        hidden = self.block(batch, DraftTensors.of(draft, batch.device))
         row = [row for row, indices in enumerate(new) for _ in indices]
-        return self.block(batch, draft)[row, [index + 1 for indices in new for index in indices]]
+        return hidden[row, [index + 1 for indices in new for index in indices]]
 
 
 class FlatPasses(Passes):
@@ -245,19 +247,19 @@ class FlatPasses(Passes):
         flat = self._run(Nodes(tokens[real], slots[real], positions[real]))
         return flat.new_zeros(*tokens.shape, flat.shape[-1]).masked_scatter_(real[..., None], flat)
 
-    def verify(self, batch: Batch, draft: Draft) -> Tensor:
+    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """The host lists the real tokens, which is faster than tensor operations."""
         if draft.probabilities is not None:
             return self.block(batch, draft)
-        pending = batch.pending_on_host()
+        pending, drafted = batch.pending_on_host(), first_of(draft.tokens.tolist(), draft.counts.tolist())
         tokens: list[int] = []
         rows: list[int] = []
         positions: list[int] = []
-        for row, draft_tokens in enumerate(draft.draft_tokens):
+        for row, draft_tokens in enumerate(drafted):
             tokens += [pending[row], *draft_tokens]
             rows += [batch.slots[row]] * (len(draft_tokens) + 1)
             positions += range(batch.lengths[row] - 1, batch.lengths[row] + len(draft_tokens))
-        tree = [] if draft.parents is None else _tree_of(draft.parents.tolist(), draft.draft_tokens, positions)
+        tree = [] if draft.parents is None else _tree_of(draft.parents.tolist(), drafted, positions)
         hidden = self._run(Nodes(*torch.tensor([tokens, rows, *(tree or [positions])])))
         full = len(tokens) == batch.rows * (draft.k + 1)
         return hidden.view(batch.rows, draft.k + 1, -1) if full else hidden
@@ -280,7 +282,7 @@ class FlatPasses(Passes):
         read = len(order)
         order += [(row, index) for row, indices in enumerate(new) for index in indices]
         node_of = {draft_token: node for node, draft_token in enumerate(order)}
-        draft_parents = draft.host_parents or [list(range(-1, draft.k - 1))] * batch.rows
+        draft_parents = draft.parents or [list(range(-1, draft.k - 1))] * batch.rows
         parents = [node_of.get((row, draft_parents[row][index]), -1) for row, index in order]
         depths = depths_of(parents)
         tokens = [draft.draft_tokens[row][index] for row, index in order]

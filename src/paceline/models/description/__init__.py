@@ -1,1 +1,1 @@
-"""What a decoder computes, and the weights that this asks for: by name, by place and by shard."""
+"""What a decoder computes, the weights that it asks for, and where each of them is stored."""

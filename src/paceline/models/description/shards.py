@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ParameterError
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec
 from paceline.models.description.weights import Placement, Slot, StoredTensor
 
@@ -104,9 +105,9 @@ class CutTensor:
         destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
 
 
-def cut(placements: Sequence[Placement], spec: DecoderSpec, shard: ModelShard) -> list[Placement]:
-    """Return a rank's parts of a whole model's tensors. Biases of partial sums are kept by rank 0 alone."""
-    return [piece for placement in placements for piece in _cut(placement, spec, shard)]
+def cut(whole: Checkpoint, shard: ModelShard) -> Checkpoint:
+    """Return a rank's parts of a model's tensors, described as the whole. Rank 0 alone has biases of partial sums."""
+    return replace(whole, placements=[piece for each in whole.placements for piece in _cut(each, whole.spec, shard)])
 
 
 def _cut(placement: Placement, spec: DecoderSpec, shard: ModelShard) -> Iterator[Placement]:

@@ -257,6 +257,11 @@ class DecoderSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
+    def plain_attention(self) -> bool:
+        """Whether every layer is attention, without gates or sinks."""
+        return not self.recurrent and not any(attention.gated or attention.sinks for attention in self.attentions)
+
+    @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
         """The mixer of every layer that is not attention."""
         return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))

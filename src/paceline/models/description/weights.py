@@ -58,6 +58,11 @@ class LoadedTensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The smallest dtype that holds the numbers, for packing."""
+        return torch.bfloat16 if self.tensor.dtype == torch.bfloat16 else torch.float32
+
     def unpack_into(self, destination: Tensor) -> None:
         destination.copy_(self.tensor)
 

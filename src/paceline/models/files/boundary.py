@@ -41,7 +41,7 @@ def reads_model(function: Callable[Concatenate[ResolvedSource, P], R]) -> Callab
     @functools.wraps(function)
     def guarded(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> R:
         found = source if is_loaded(source) else resolve(source)
-        with reading(found if isinstance(found, Path) else name_of(found)):
+        with reading(name_of(found)):
             return function(found, *args, **kwargs)
 
     return guarded
@@ -53,9 +53,9 @@ def is_loaded(source: object) -> TypeIs[PreTrainedModel]:
     return modeling is not None and isinstance(source, modeling.PreTrainedModel)
 
 
-def name_of(model: PreTrainedModel) -> str:
-    """Return the path or hub name of a loaded model, or its class name if it has none."""
-    return str(model.config.name_or_path or type(model).__name__)
+def name_of(source: Source) -> str:
+    """Return the name of a source; of a loaded model its path or hub name, or its class name if it has none."""
+    return str(source.config.name_or_path or type(source).__name__) if is_loaded(source) else os.fspath(source)
 
 
 @contextmanager

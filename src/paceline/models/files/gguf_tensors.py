@@ -35,7 +35,7 @@ _PLAIN = {
 UNREADABLE = frozenset(GGMLQuantizationType[name] for name in ["I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0"])
 READABLE = tuple(kind for kind in GGMLQuantizationType if kind not in UNREADABLE)
 
-Fate = Literal["as stored", "scales rounded", "rounded"]
+PrecisionLoss = Literal["as stored", "scales rounded", "rounded"]
 _EXACT: dict[Format, frozenset[GGMLQuantizationType]] = {
     "bf16": frozenset(GGMLQuantizationType[name] for name in ["BF16", "MXFP4", "NVFP4"]),
     "int8": frozenset(),  # one scale per row, where every GGUF type has one per 16, 32 or 256 values
@@ -43,14 +43,14 @@ _EXACT: dict[Format, frozenset[GGMLQuantizationType]] = {
 }
 
 
-def fate(kind: GGMLQuantizationType, to: Format) -> Fate:
-    """Return what becomes of a tensor's numbers in a format of the kernels.
+def precision_loss(quant_type: GGMLQuantizationType, weight_format: Format) -> PrecisionLoss:
+    """Return what a tensor's numbers lose in a format of the kernels.
 
     "scales rounded": the codes stay, and products of two scales are rounded to float16.
     """
-    if kind in _EXACT[to]:
+    if quant_type in _EXACT[weight_format]:
         return "as stored"
-    return "scales rounded" if to == "int4" and kind in _INT4_GROUPS else "rounded"
+    return "scales rounded" if weight_format == "int4" and quant_type in _INT4_GROUPS else "rounded"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.errors import ModelFormatError
 from paceline.models.files.boundary import brief
@@ -25,9 +25,9 @@ from paceline.models.files.quantised_tensors import (
     SafeTensor,
     ScaledTensor,
 )
+from paceline.models.files.safetensors import FileTensor
 
 Matrix = GroupedTensor | ScaledTensor | MXFP4Tensor
-T = TypeVar("T", bound=SafeTensor)
 
 READ = "compressed-tensors, GPTQ, AWQ, AutoRound, float8 in blocks or MXFP4"
 INSTEAD = f"use the model's original weights with quantization='int8' or 'int4', or a version of it in {READ}"
@@ -75,20 +75,20 @@ class _NotReadError(Exception):
     """A variant of a known method that is not read; the message names it."""
 
 
-def matrices(stored: Mapping[str, T], scheme: Scheme, path_of: Callable[[T], Path]) -> dict[str, T | Matrix]:
+def matrices(stored: Mapping[str, FileTensor], scheme: Scheme) -> dict[str, FileTensor | Matrix]:
     """Join the tensors of quantised matrices; others stay as they are.
 
-    stored: by the checkpoint's names. path_of: the file of a tensor, for messages.
+    stored: by the checkpoint's names.
     Raises ModelFormatError for a tensor that is missing or of a wrong shape or dtype.
     """
     stems = [name.removesuffix(scheme.mark) for name in stored if name.endswith(scheme.mark)]
     stems = [stem for stem in stems if _is_quantised(stem, stored, scheme)]
-    found: dict[str, T | Matrix] = {}
+    found: dict[str, FileTensor | Matrix] = {}
     taken: set[str] = set()
     for stem in stems:
         names = {suffix: f"{stem}{_joint(scheme)}{suffix}" for suffix in scheme.suffixes}
         tensors: dict[str, SafeTensor] = {suffix: stored[name] for suffix, name in names.items() if name in stored}
-        parts = Parts(f"{path_of(stored[stem + scheme.mark])}: {stem}", tensors)
+        parts = Parts(f"{stored[stem + scheme.mark].path}: {stem}", tensors)
         found[stem if scheme.mark.startswith("_") else f"{stem}.weight"] = scheme.make(parts)
         taken |= set(names.values())
     if not found:
@@ -103,7 +103,7 @@ def _joint(scheme: Scheme) -> str:
     return "" if scheme.mark.startswith("_") else "."
 
 
-def _is_quantised(stem: str, stored: Mapping[str, SafeTensor], scheme: Scheme) -> bool:
+def _is_quantised(stem: str, stored: Mapping[str, FileTensor], scheme: Scheme) -> bool:
     """Whether a matrix is quantised. Where it has the name of a plain one, its dtype tells."""
     return scheme.mark != ".weight" or stored[stem + scheme.mark].dtype in ("I8", "F8_E4M3", "F8_E5M2")
 

@@ -24,7 +24,6 @@ from paceline.models.files.json_files import read_configuration
 from paceline.models.files.safetensors import open_safetensors
 from paceline.models.native.low_rank import LowRank
 from paceline.models.native.model import NativeModel
-from paceline.models.native.recurrent import is_recurrent
 from paceline.models.torch.linear import Linear
 from paceline.models.torch.transformer import Transformer
 
@@ -109,7 +108,7 @@ def attach(model: AnyModel, paths: Mapping[str, Path], spec: DecoderSpec | None)
     spec: the model's description; None if it has none.
     Raises ModelFormatError for damaged or unsupported files, ParameterError if the model cannot have adapters.
     """
-    if spec is None or is_recurrent(spec) or not isinstance(model, Transformer | NativeModel):
+    if spec is None or not spec.plain_attention or not isinstance(model, Transformer | NativeModel):
         names = ", ".join(FAMILIES)
         raise ParameterError("adapters", list(paths), f"none with {model.name}; adapters need a model of {names}")
     rows, by_layer = AdapterRows(), dict[str, dict[int, list[LowRank]]]()

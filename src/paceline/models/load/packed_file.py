@@ -27,9 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.config import AttentionName, QuantizationName
 from paceline.errors import ModelFormatError
-from paceline.kernels import native
 from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models.description.weights import shapes
 from paceline.models.files import hub
@@ -37,7 +35,7 @@ from paceline.models.files.boundary import reading
 from paceline.models.files.kept import is_on
 from paceline.models.load import loading
 from paceline.models.native.model import NativeModel, Quantization
-from paceline.models.native.spec import obstacle_of, spec_of
+from paceline.models.native.spec import spec_of
 from paceline.version import __version__
 
 log = logging.getLogger("paceline")
@@ -46,39 +44,6 @@ _TENSOR = "weights"
 _BLOCK = 64 << 20  # bytes per checksum; one thread reads a block
 _READ_BYTES = 1 << 20  # bytes read before they are added to the checksum: few enough to stay in the CPU cache
 _SAMPLES, _SAMPLE = 64, 4096  # number of samples of a checkpoint file, and bytes of each
-
-
-def find_packed(
-    source: loading.Source,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: AttentionName,
-    quantization: QuantizationName | None,
-) -> PackedFile | None:
-    """Return the packed file of a model; None if the native kernels would not run it or the cache is off."""
-    if quantization == "fp8" or not would_pack(dtype, device, attention, quantization):
-        return None
-    return packed_file(source, dtype, quantization)
-
-
-def would_pack(
-    dtype: torch.dtype, device: torch.device, attention: AttentionName, quantization: QuantizationName | None
-) -> bool:
-    """Whether a model that the native kernels cover would run on them with these options."""
-    if device.type != "cpu" or attention not in ("auto", "native") or quantization == "fp8":
-        return False
-    return native.select() is not None and (quantization is not None or dtype == torch.bfloat16)
-
-
-def would_run_natively(source: loading.Source, device: torch.device, attention: AttentionName) -> bool:
-    """Whether the native kernels would run a model in bfloat16, according to its configuration.
-
-    Raises the errors of ``load_model``.
-    """
-    if device.type != "cpu" or not (attention == "native" or would_pack(torch.bfloat16, device, attention, None)):
-        return False
-    description = loading.describe_source(source)
-    return description is not None and obstacle_of(description) is None
 
 
 def packed_file(source: loading.Source, dtype: torch.dtype, quantization: Quantization | None) -> PackedFile | None:
@@ -138,8 +103,6 @@ class PackedFile:
     def save(self, model: NativeModel) -> None:
         """Write a model's packed weights; warns if that is not possible."""
         memory = model.packed()
-        if memory is None:
-            return
         try:
             with hub.work_directory(self.path.parent) as work:
                 _check_room(work, memory.nbytes)

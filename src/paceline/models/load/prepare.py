@@ -1,7 +1,9 @@
-"""Choice of how a loaded model runs: on the native CPU kernels if possible, else through torch or Triton."""
+"""Choice of what runs a model: packed weights on the CPU kernels if possible, else torch, Triton or transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +13,12 @@ from paceline.core.hardware import native_bfloat16
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
-from paceline.models.base import AnyModel, Model, SharedModel
+from paceline.models.base import AnyModel, SharedModel
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
+from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
+from paceline.models.load.packed_file import packed_file
 from paceline.models.native.model import NativeModel
-from paceline.models.native.recurrent import RecurrentModel
 from paceline.models.native.spec import obstacle_of
 from paceline.models.torch.transformer import Transformer
 
@@ -21,45 +26,90 @@ if TYPE_CHECKING:
     from paceline.kernels.gpu.linear import Format, Linears
 
 
-def prepare(
-    model: Model | RecurrentModel,
-    attention: AttentionName,
-    quantization: QuantizationName | None,
-    deterministic: bool = False,
-) -> AnyModel:
-    """Pack the model for the native kernels if ``attention`` allows it and they support it.
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is to run: options of ``EngineConfig``, with dtype and device resolved."""
 
-    On CUDA, 8-bit weights and ``deterministic`` use Triton's matrix products: the model's linear layers are replaced.
-    Raises ParameterError if native kernels, a quantization or determinism were requested and are not possible.
+    dtype: torch.dtype
+    device: torch.device
+    attention: AttentionName = "auto"
+    quantization: QuantizationName | None = None
+    deterministic: bool = False
+
+    @property
+    def suit_kernels(self) -> bool:
+        """Whether a model that the CPU kernels cover runs on them."""
+        if self.device.type != "cpu" or self.attention not in ("auto", "native") or self.quantization == "fp8":
+            return False
+        return native.select() is not None and (self.quantization is not None or self.dtype == torch.bfloat16)
+
+
+def would_run_natively(source: Source, device: torch.device, attention: AttentionName) -> bool:
+    """Whether the native kernels would run a model in bfloat16, according to its configuration.
+
+    Raises the errors of ``open_checkpoint``.
     """
-    if model.device.type == "cuda" and (quantization is not None or deterministic):
-        return _with_triton(model, quantization, deterministic)
-    if attention in ("padded", "split", "ragged"):
-        if isinstance(model, RecurrentModel):
-            raise ParameterError(
-                "attention", attention, f"'native' or 'auto' with {model.name}: no other has its states, gates or sinks"
-            )
-        if quantization is not None:
-            raise ParameterError(
-                "quantization", quantization, f"None with attention={attention!r}; or attention='auto'"
-            )
-        return model
-    demanded = attention == "native" or quantization is not None
-    obstacle = _obstacle(model, quantization)
-    if obstacle is None and (demanded or native.select() is not None):
-        try:
-            assert quantization != "fp8"
-            if isinstance(model, RecurrentModel):
-                weights = model.spec, model.weights, model.name
-                return NativeModel.from_weights(*weights, quantization=quantization)
-            assert isinstance(model, Transformer)
-            return NativeModel.from_transformer(model, quantization=quantization)
-        except ModelFormatError as error:
-            obstacle = str(error)
-    if demanded and obstacle is not None:
-        field, value = ("quantization", quantization) if quantization is not None else ("attention", attention)
-        raise ParameterError(field, value, f"not possible here: {obstacle}")
+    options = ModelOptions(torch.bfloat16, device, attention)
+    if device.type != "cpu" or not (attention == "native" or options.suit_kernels):
+        return False
+    description = describe_source(source)
+    return description is not None and obstacle_of(description) is None
+
+
+def load(
+    source: Source,
+    options: ModelOptions,
+    on_packing: Callable[[], None] = lambda: None,
+    tell: Callable[[float], None] | None = None,
+) -> AnyModel:
+    """Load a model for what runs it. Packed weights are read from the disk cache, or written to it.
+
+    on_packing: called before weights are packed. tell: called after each matrix with the share of them that is packed.
+    Raises the errors of ``open_checkpoint``, and ParameterError if native kernels, a quantization or determinism were
+    asked for and are not possible.
+    """
+    if not options.suit_kernels or options.quantization == "fp8":
+        return _load(source, options, on_packing, tell)
+    cached_file = packed_file(source, options.dtype, options.quantization)
+    if cached_file is not None and (packed := cached_file.load()) is not None:
+        return packed
+    model = _load(source, options, on_packing, tell)
+    if cached_file is not None and isinstance(model, NativeModel):
+        cached_file.save(model)
     return model
+
+
+@reads_model
+def _load(
+    source: ResolvedSource,
+    options: ModelOptions,
+    on_packing: Callable[[], None],
+    tell: Callable[[float], None] | None,
+) -> AnyModel:
+    """Read the model's checkpoint. On CUDA, 8-bit weights and ``deterministic`` use Triton's matrix products."""
+    checkpoint = open_checkpoint(source)
+    if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
+        model = in_torch(source, checkpoint, options.dtype, options.device)
+        return _with_triton(model, options.quantization, options.deterministic)
+    if options.attention in ("padded", "split", "ragged"):
+        if options.quantization is not None:
+            allowed = f"None with attention={options.attention!r}; or attention='auto'"
+            raise ParameterError("quantization", options.quantization, allowed)
+        return in_torch(source, checkpoint, options.dtype, options.device)
+    obstacle = _obstacle(None if checkpoint is None else checkpoint.spec, name_of(source), options)
+    obstacle = obstacle or (native.why_off() if native.select() is None else None)
+    if obstacle is None:
+        assert checkpoint is not None
+        assert options.quantization != "fp8"
+        on_packing()
+        return NativeModel.of(checkpoint, options.dtype, quantization=options.quantization, tell=tell)
+    if options.attention == "native" or options.quantization is not None:
+        by_quantization = options.quantization is not None
+        field, value = ("quantization", options.quantization) if by_quantization else ("attention", options.attention)
+        raise ParameterError(field, value, f"not possible here: {obstacle}")
+    if checkpoint is not None and any(attention.sinks for attention in checkpoint.spec.attentions):
+        raise ModelFormatError(f"{checkpoint.name} has attention sinks, which only the CPU kernels run: {obstacle}")
+    return in_torch(source, checkpoint, options.dtype, options.device)
 
 
 def _with_triton(model: AnyModel, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
@@ -102,34 +152,33 @@ def _tune(model: Transformer, linears: Linears) -> None:
     tune([layer for layer in model.linears() if isinstance(layer, SmallRowLinear)], linears, model.dtype)
 
 
-def _obstacle(model: AnyModel, quantization: QuantizationName | None) -> str | None:
-    """Return why the native kernels cannot run the model; None if no reason is known."""
-    if isinstance(model, SharedModel):
-        return "the native kernels run whole models, and this one is split over ranks"
-    if model.device.type != "cpu":
-        return f"the native kernels run on the CPU, the model is on {model.device}"
-    if not isinstance(model, Transformer | RecurrentModel):
-        return f"{model.name} is not of a native family"
-    if quantization == "fp8":
+def _obstacle(spec: DecoderSpec | None, name: str, options: ModelOptions) -> str | None:
+    """Return why the native kernels cannot run a model; None if no reason is known.
+
+    spec: None for a model of transformers' own code. name: of the model, for messages.
+    """
+    if options.device.type != "cpu":
+        return f"the native kernels run on the CPU, the model is on {options.device}"
+    if spec is None:
+        return f"{name} is not of a native family"
+    if options.quantization == "fp8":
         return "fp8 weights need a CUDA device; on a CPU use 'int8' or 'int4'"
-    if obstacle := obstacle_of(model.spec):
+    if obstacle := obstacle_of(spec):
         return obstacle
-    dtype = model.weights_dtype if isinstance(model, RecurrentModel) else model.dtype
-    if quantization is None and dtype != torch.bfloat16:
+    if options.quantization is None and options.dtype != torch.bfloat16:
         return "the native kernels run bfloat16 or quantized weights; set dtype='bfloat16'"
     return None
 
 
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
-    kernels_missing = native.why_none() if model.device.type == "cpu" and native.select() is None else ""
-    if isinstance(model, NativeModel):
-        return kernels_missing or None
-    if attention != "auto":
+    if isinstance(model, NativeModel) or attention != "auto":
         return None
-    if kernels_missing and isinstance(model, Transformer | RecurrentModel) and obstacle_of(model.spec) is None:
-        return kernels_missing
-    obstacle = _obstacle(model, None)
-    if obstacle is None and native.select() is None:
-        return f"{native.VARIABLE} is off"
+    spec = model.spec if isinstance(model, Transformer) else None
+    fits = spec is not None and obstacle_of(spec) is None
+    if fits and model.device.type == "cpu" and native.select() is None:
+        return native.why_off()
+    if isinstance(model, SharedModel):
+        return "the native kernels run whole models, and this one is split over ranks"
+    obstacle = _obstacle(spec, model.name, ModelOptions(model.dtype, model.device))
     return obstacle or "the kernels do not cover this architecture"

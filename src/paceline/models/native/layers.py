@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.nodes import Nodes
-from paceline.errors import ModelFormatError, ParameterError
+from paceline.errors import ParameterError
 from paceline.kernels import abi, native
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
@@ -32,9 +32,7 @@ class NativeLayers:
         target: NativeModel,
         quantization: Quantization | None,
     ) -> None:
-        kernels = native.select()
-        if kernels is None:
-            raise ModelFormatError(f"the CPU kernels are not available: {native.why_none()}")
+        kernels = native.required()
         check_description(spec)
         without_ends = {**weights, "embed.weight": torch.zeros(1, spec.width)}
         shape = spec_of(replace(spec, vocab_size=1, tied=True), without_ends, places=places)

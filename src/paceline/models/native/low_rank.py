@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import abi, pack
+from paceline.kernels.abi import Changed
+
+_PLACES = {
+    "qkv": Changed.CHANGED_QKV,
+    "o": Changed.CHANGED_ATTENTION_OUT,
+    "gate_up": Changed.CHANGED_GATE_UP,
+    "down": Changed.CHANGED_DOWN,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class LowRank:
 
 
 def pack_changes(
-    model: abi.CModel, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]], count: int
+    model: abi.CModelSpec, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]], count: int
 ) -> list[Tensor]:
     """Describe the changes of ``count`` adapters in the kernels' model -> the tensors, which must outlive it.
 
@@ -40,7 +48,7 @@ def pack_changes(
     kept: list[Tensor] = []
     for index in range(model.layer_count):
         layer = model.layers[index]
-        for place, name in enumerate(abi.CHANGED_LAYERS):
+        for name, place in _PLACES.items():
             changes = by_layer.get(f"layers.{index}.{name}")
             if changes is None:
                 continue
@@ -62,11 +70,11 @@ def _packed(changes: Sequence[LowRank], interleaved: bool, kept: list[Tensor]) -
         up[change.first : change.first + width, first : first + rank] = change.up
         first += rank
     ordered = pack.interleave_gate_up(up) if interleaved else up
-    whole = pack.pad_rows(ordered, pack.round_up(len(ordered), pack.PANEL))
-    return abi.CLowRank(_router(down, pack.INPUT_MULTIPLE, kept), _router(whole, pack.ROUTER_PANEL, kept))
+    whole = pack.pad_rows(ordered, pack.round_up(len(ordered), abi.PANEL))
+    return abi.CLowRank(down=_router(down, abi.INPUT_MULTIPLE, kept), up=_router(whole, abi.ROUTER_PANEL, kept))
 
 
 def _router(matrix: Tensor, input_multiple: int, kept: list[Tensor]) -> abi.CRouter:
     panels = pack.router_panels(matrix, input_multiple).contiguous()
     kept.append(panels)
-    return abi.CRouter(panels.data_ptr(), None, inputs=panels.shape[1], outputs=len(matrix))
+    return abi.CRouter(weights=panels.data_ptr(), inputs=panels.shape[1], outputs=len(matrix))

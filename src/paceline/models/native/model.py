@@ -1,14 +1,15 @@
 """Decoders on the native CPU kernels: one call per forward pass, packed weights, batch-invariant results.
 
 The hidden state and the logits of a token are bitwise the same whatever else is in the call: alone, among other rows,
-verified with its draft tokens, or prefilled in any chunks. Without the compiled extension the reference implementation
-in torch runs instead (``kernels`` names it); its results are not batch-invariant.
+verified with its draft tokens, or prefilled in any chunks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -19,16 +20,18 @@ from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.errors import ParameterError
-from paceline.kernels import abi, native, reference
+from paceline.kernels import abi, native, structs
 from paceline.kernels.pack import Format, packed_bytes
 from paceline.kernels.spec import NativeSpec
-from paceline.models.base import WITHOUT_KERNELS, HiddenStates, PassBytes, RowAdapters, check_taps
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.base import HiddenStates, PassBytes, RowAdapters, check_taps
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.native.low_rank import LowRank
+from paceline.models.native.matrices import Outcome, unread_spec
 from paceline.models.native.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import check_description, check_spec, spec_of, weights_of
-from paceline.models.torch.transformer import Transformer
+from paceline.models.native.spec import check_description, check_spec
+
+log = logging.getLogger("paceline")
 
 Quantization = Literal["int8", "int4"]
 
@@ -42,9 +45,10 @@ class NativeModel:
 
     dtype: preferred dtype of the KV cache; float32 caches work too.
     threads: threads of the kernels; None: torch's number.
-    kernels: the kernel library; "choose": the best for this CPU; None: the reference implementation in torch.
+    kernels: the kernel library; None: the best for this CPU.
     read_packed: fills memory with weights that were packed before; the spec's tensors then only give the shapes.
-    Raises ModelFormatError for a spec that the kernels cannot run, ParameterError for a bad quantization.
+    Raises ModelFormatError for a spec that the kernels cannot run, or without kernels; ParameterError for a bad
+    quantization.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class NativeModel:
         *,
         quantization: Quantization | None = None,
         threads: int | None = None,
-        kernels: native.Kernels | Literal["choose"] | None = "choose",
+        kernels: native.Kernels | None = None,
         read_packed: ReadPacked | None = None,
     ) -> None:
         check_spec(spec)
@@ -68,49 +72,47 @@ class NativeModel:
         self.max_positions, self.tied = spec.max_positions, spec.head is None
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.threads = torch.get_num_threads() if threads is None else threads
-        chosen = native.select() if kernels == "choose" else kernels
-        self.kernels = WITHOUT_KERNELS if chosen is None else chosen.name
+        chosen = native.required() if kernels is None else kernels
+        self.kernels = chosen.name
         self.seconds = torch.zeros(len(native.PHASES), dtype=torch.float64)  # time of each phase, if ``timed``
         self.timed = False
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
-        assert read_packed is None or chosen is not None
-        self._reference = reference.ReferenceDecoder(spec, *formats) if chosen is None else None
-        self._packed = None if chosen is None else PackedDecoder(spec, formats, chosen, self.threads, read_packed)
+        self.packed_decoder = PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self.adapters: RowAdapters | None = None
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
         self._expert_sizes = _expert_sizes(spec, formats[0])
 
     @classmethod
-    def from_weights(
+    def of(
         cls,
-        spec: DecoderSpec,
-        weights: Mapping[str, Tensor],
-        name: str,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
         *,
         quantization: Quantization | None = None,
         threads: int | None = None,
+        tell: Callable[[float], None] | None = None,
     ) -> NativeModel:
-        """Make the model from the weights that ``Transformer`` takes."""
-        return cls(spec_of(spec, weights), name, quantization=quantization, threads=threads)
+        """Pack a checkpoint's weights, which are read matrix by matrix.
 
-    @classmethod
-    def from_transformer(
-        cls, model: Transformer, *, quantization: Quantization | None = None, threads: int | None = None
-    ) -> NativeModel:
-        """Make the model from a loaded one, which is not changed."""
-        check_description(model.spec)
-        weights = weights_of(model)
-        return cls.from_weights(model.spec, weights, model.name, quantization=quantization, threads=threads)
+        dtype: of what is not packed (norms and biases) or also read by token (the embedding).
+        tell: called after each matrix with the share of them that is packed.
+        Raises ModelFormatError if the kernels cannot run the model, or for numbers that are not finite.
+        """
+        check_description(checkpoint.spec)
+        outcome = Outcome(tell)
+        spec = unread_spec(checkpoint, dtype, outcome)
+        model = cls(spec, checkpoint.name, quantization=quantization, threads=threads)
+        if text := str(outcome):
+            log.info("weights of %s in %s: %s", Path(checkpoint.name).name, quantization or "bfloat16", text)
+        return model
 
     def adapt(self, adapters: RowAdapters, by_layer: Mapping[str, Mapping[int, Sequence[LowRank]]]) -> None:
         """Add the changes of adapters, by layer and the adapter's number; a row's adapter is in ``KVCache.adapter_of``.
 
-        Before the first forward pass. Raises ParameterError without the CPU kernels.
+        Before the first forward pass.
         """
-        if self._packed is None:
-            raise ParameterError("adapters", list(adapters.names), "none with packed weights without the CPU kernels")
-        self._weight_bytes += self._packed.adapt(by_layer, len(adapters.names))
+        self._weight_bytes += self.packed_decoder.adapt(by_layer, len(adapters.names))
         self.adapters = adapters
 
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
@@ -119,8 +121,6 @@ class NativeModel:
         Writes the nodes' keys and values. The first ``nodes.read`` nodes are in the cache already and are not run.
         """
         check_taps(taps, self.layers + 1)
-        if self._reference is not None:
-            return HiddenStates(*self._reference.forward(nodes, cache, taps))
         wanted = nodes.tokens.shape[0] - nodes.read - nodes.text
         hidden = torch.empty(wanted, self.width, dtype=torch.float32)
         return HiddenStates(hidden, self._forward(nodes, cache, taps, hidden))
@@ -131,12 +131,9 @@ class NativeModel:
         The last layer is skipped after its keys and values.
         """
         check_taps(taps, self.layers + 1)
-        if self._reference is not None:
-            return self._reference.forward(nodes, cache, taps, text=True)[1]
         return self._forward(nodes, cache, taps, None)
 
     def _forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int], hidden: Tensor | None) -> Tensor | None:
-        assert self._packed is not None
         count = nodes.tokens.shape[0] - nodes.read
         features = torch.empty(count, len(taps), self.width, dtype=torch.float32) if taps else None
         if count > 0:
@@ -144,7 +141,7 @@ class NativeModel:
             flat = Nodes(*tensors)._replace(read=nodes.read, text=nodes.text)  # type: ignore[arg-type]
             tapped = None if features is None else (self.tap_places(taps), features)
             seconds = self.seconds if self.timed else None
-            problem = self._packed.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
+            problem = self.packed_decoder.decoder.forward(flat, self._c_cache(cache), hidden, tapped, seconds)
             if problem is not None:
                 raise ParameterError("tokens", f"[{count} tokens]", problem)
         return features
@@ -153,36 +150,21 @@ class NativeModel:
         """Return the kernels' numbers of tapped layers: theirs for the hidden state is one higher."""
         return [self.layers + 1 if tap == self.layers else tap for tap in taps]
 
-    @property
-    def packed_decoder(self) -> PackedDecoder:
-        """The weights and the library's decoder. There are none without the CPU kernels."""
-        assert self._packed is not None
-        return self._packed
-
-    @property
-    def runs_rounds(self) -> bool:
-        """Whether ``run_round`` may be called: the reference implementation does not run whole rounds."""
-        return self._packed is not None
-
-    def run_round(self, call: abi.CRound, cache: KVCache, threads: int | None = None) -> None:
+    def run_round(self, call: abi.CRoundCall, cache: KVCache, threads: int | None = None) -> None:
         """Run a round in one call: verify, accept, commit. Raises ParameterError for an invalid token or row.
 
         threads: default number of threads, which ``kernel_threads`` overrides; None: the model's.
         """
-        assert self._packed is not None
         seconds = self.seconds if self.timed else None
-        problem = self._packed.decoder.round(call, self._c_cache(cache), seconds, threads)
+        problem = self.packed_decoder.decoder.round(call, self._c_cache(cache), seconds, threads)
         if problem is not None:
             raise ParameterError("tokens", f"[{call.rows} rows]", problem)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., width]."""
         flat = hidden.reshape(-1, self.width).float().contiguous()
-        if self._reference is not None:
-            return self._reference.logits(flat).view(*hidden.shape[:-1], self.vocab_size)
-        assert self._packed is not None
         out = flat.new_empty(flat.shape[0], self.vocab_size)
-        self._packed.decoder.logits(flat, out)
+        self.packed_decoder.decoder.logits(flat, out)
         return out.view(*hidden.shape[:-1], self.vocab_size)
 
     def weight_bytes(self) -> int:
@@ -194,20 +176,21 @@ class NativeModel:
         return self._multiply_adds
 
     def expert_bytes(self) -> int:
-        """Return the bytes of the weights of all experts; see ``CountsExperts``."""
+        """Return the bytes of the weights of all experts, which are part of ``weight_bytes``."""
         return sum(self._expert_sizes)
 
     def expert_bytes_read(self) -> int:
-        """Return the bytes of experts' weights that were read so far; the reference implementation counts none."""
-        read = 0 if self._packed is None else self._packed.decoder.experts_read()
+        """Return the bytes of experts' weights that all forward passes so far have read.
+
+        A pass reads an expert of a layer once, if any of its tokens runs through it.
+        """
+        read = self.packed_decoder.decoder.experts_read()
         return read * self._expert_sizes[0] if read else 0
 
     @property
-    def pass_bytes(self) -> PassBytes | None:
-        """Return what a forward pass reads, see ``Shortenable``; None for the reference implementation."""
-        if self._packed is None:
-            return None
-        head = self._packed.model.head
+    def pass_bytes(self) -> PassBytes:
+        """Return what a forward pass reads, see ``Shortenable``."""
+        head = self.packed_decoder.model.head
         token = column_bytes(head)
         embedding = 0 if self.tied else 2 * head.inputs  # one row of it is read for each token
         return PassBytes(self._weight_bytes - self.vocab_size * (token + embedding), token)
@@ -216,19 +199,16 @@ class NativeModel:
         """Return an output head over ``size`` tokens; see ``Shortenable``."""
         return PackedShortHead(self.packed_decoder, size)
 
-    def packed(self) -> Tensor | None:
-        """Return the packed weights, uint8 [packed_size]; None for the reference implementation.
-
-        The memory belongs to the model and is freed with it.
-        """
-        return None if self._packed is None else self._packed.memory
+    def packed(self) -> Tensor:
+        """Return the packed weights, uint8 [packed_size]. The memory belongs to the model and is freed with it."""
+        return self.packed_decoder.memory
 
     def _c_cache(self, cache: KVCache) -> abi.CCache:
         """Return the C description of a cache. Made once per cache, because its memory never moves."""
         described = self._caches.get(cache)
         if described is None:
             _check_cache(cache, self)
-            described = self._caches[cache] = abi.CCache.of(cache)
+            described = self._caches[cache] = structs.cache(cache)
         return described
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.cache import table_places
-from paceline.kernels import abi, native, pack, reference
+from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
     GatedActivation,
@@ -37,8 +38,12 @@ from paceline.models.native.low_rank import LowRank, pack_changes
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
-_ACTIVATIONS: dict[GatedActivation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}  # csrc: Activation
-_DELTA_NET, _SHORT_CONV = 1, 2  # csrc: RecurrentKind
+_ACTIVATIONS: dict[GatedActivation, abi.Activation] = {
+    "silu": abi.Activation.SILU,
+    "gelu_tanh": abi.Activation.GELU_TANH,
+    "clamped_silu": abi.Activation.CLAMPED_SILU,
+}
+GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -49,7 +54,7 @@ def packed_size(spec: NativeSpec, layers: Format, head: Format, *, shares_ends: 
     shares_ends: whether embedding and output head are another decoder's.
     """
     packer = _Packer(torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta"), fill=False)
-    packer.pack_model(spec, layers, head, ends=abi.CModel() if shares_ends else None)
+    packer.pack_model(spec, layers, head, ends=abi.CModelSpec() if shares_ends else None)
     return packer.used
 
 
@@ -71,7 +76,7 @@ class PackedDecoder:
         read_packed: ReadPacked | None = None,
         ends_of: PackedDecoder | None = None,
     ) -> None:
-        self.model: abi.CModel
+        self.model: abi.CModelSpec
         size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
@@ -91,13 +96,13 @@ class PackedDecoder:
         return sum(matrix.nbytes for matrix in changes)
 
 
-def _rotate_by_tables(spec: NativeSpec, model: abi.CModel) -> object:
+def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
     """Give every layer its rotary table -> the tables, which must outlive the model. Equal ones are made once."""
     tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
     for index, layer in enumerate(spec.layers):
         rotary = layer.rotary or spec.rotary
         if rotary not in tables:
-            cosine, sine = reference.rotary_table(rotary, spec.max_positions + spec.ahead)
+            cosine, sine = rotary.table(spec.max_positions + spec.ahead)
             tables[rotary] = cosine[spec.ahead :], sine[spec.ahead :]
         into = model.layers[index]
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
@@ -111,7 +116,9 @@ class _Packer:
     def __init__(self, memory: Tensor, *, fill: bool) -> None:
         self._memory, self._fill, self.used = memory, fill, 0
 
-    def pack_model(self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModel | None = None) -> abi.CModel:
+    def pack_model(
+        self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModelSpec | None = None
+    ) -> abi.CModelSpec:
         """Return the C description of the whole decoder, without its rotary tables.
 
         ends: the decoder whose embedding and output head are used; None: the spec's are packed.
@@ -122,7 +129,7 @@ class _Packer:
             layer.table, layer.place = (0, place) if layer.recurrent else cached[place]
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
-        return abi.CModel(
+        return abi.CModelSpec(
             layers=(abi.CLayer * len(layers))(*layers),
             head=head,
             embedding=embedding,
@@ -217,8 +224,11 @@ class _Packer:
             used=experts.used,
             normalised=experts.normalised,
             factors=None if experts.factors is None else self._vector(experts.factors),
-            norms=None if experts.norms is None else pointer(abi.CExpertsNorms(*map(self._norm, experts.norms))),
+            norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),
         )
+
+    def _experts_norms(self, norms: ExpertsNorms) -> abi.CExpertsNorms:
+        return abi.CExpertsNorms(**{name: self._norm(weight) for name, weight in norms._asdict().items()})
 
     def _router(self, experts: ExpertsWeights) -> abi.CRouter:
         outputs, bias = experts.router.shape[0], experts.router_bias
@@ -227,20 +237,22 @@ class _Packer:
             weights=self._vector(panels),
             bias=None
             if bias is None
-            else self._vector(pack.pad_rows(self._maybe_meta(bias), panels.shape[0] * pack.ROUTER_PANEL)),
+            else self._vector(pack.pad_rows(self._maybe_meta(bias), panels.shape[0] * abi.ROUTER_PANEL)),
             inputs=panels.shape[1],
             outputs=outputs,
         )
 
     def _input(self, part: TokenInputWeights, to: Format) -> abi.CTokenInput:
-        return abi.CTokenInput(self._linear(part.gate, to), self._linear(part.out, to), self._norm(part.norm))
+        return abi.CTokenInput(
+            gate=self._linear(part.gate, to), out=self._linear(part.out, to), norm=self._norm(part.norm)
+        )
 
     def _recurrent(self, mixer: RecurrentMixer) -> abi.CRecurrent:
         assert isinstance(mixer, DeltaNet | ShortConv)
         if isinstance(mixer, ShortConv):
             return abi.CRecurrent(conv=self._vector(mixer.conv.T))
         return abi.CRecurrent(
-            gates=self._linear(mixer.gates, reference.GATES_FORMAT),
+            gates=self._linear(mixer.gates, GATES_FORMAT),
             conv=self._vector(mixer.conv.T),
             rate=self._vector(mixer.rate),
             bias=self._vector(mixer.bias),
@@ -259,7 +271,7 @@ class _Packer:
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         if self._fill:
             pack.fill(packed, linear.rounded(to), linear.bias)
-        return abi.CLinear.of(packed)
+        return structs.linear(packed)
 
     def _vector(self, values: Tensor, dtype: torch.dtype = torch.float32) -> int:
         memory = self._take(values.numel() * dtype.itemsize).view(dtype)
@@ -268,7 +280,7 @@ class _Packer:
         return memory.data_ptr()
 
     def _padded(self, values: Tensor) -> Tensor:
-        return pad(self._maybe_meta(values), (0, -values.shape[-1] % pack.INPUT_MULTIPLE))
+        return pad(self._maybe_meta(values), (0, -values.shape[-1] % abi.INPUT_MULTIPLE))
 
     def _take(self, nbytes: int) -> Tensor:
         start = pack.round_up(self.used, _LINE)
@@ -282,8 +294,15 @@ def _shape_of(spec: NativeSpec) -> abi.CRecurrentShape:
     if mixer is None:
         return abi.CRecurrentShape()
     shape = mixer.shape(1)
-    sizes = shape.taps, shape.channels, shape.gates, math.prod(shape.state)
-    if not isinstance(mixer, DeltaNet):
-        return abi.CRecurrentShape(_SHORT_CONV, *sizes)
-    heads = mixer.heads
-    return abi.CRecurrentShape(_DELTA_NET, *sizes, heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim)
+    described = abi.CRecurrentShape(
+        kind=abi.RecurrentKind.SHORT_CONV,
+        taps=shape.taps,
+        channels=shape.channels,
+        gates=shape.gates,
+        state=math.prod(shape.state),
+    )
+    if isinstance(mixer, DeltaNet):
+        described.kind = abi.RecurrentKind.DELTA_NET
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            setattr(described, name, getattr(mixer.heads, name))
+    return described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.kernels import abi, native, pack
+from paceline.kernels import abi, native, pack, structs
 from paceline.models.native.packing import PackedDecoder
 
 
@@ -13,12 +13,12 @@ class PackedShortHead:
 
     def __init__(self, packed: PackedDecoder, size: int) -> None:
         self._decoder, self._whole, self.size = packed.decoder, packed.model.head, size
-        whole, formats = self._whole, {number: name for name, number in abi.FORMATS.items()}
-        columns = pack.round_up(size, pack.PANEL)
+        whole, formats = self._whole, {number: name for name, number in structs.FORMATS.items()}
+        columns = pack.round_up(size, abi.PANEL)
         nbytes = columns * column_bytes(whole) + _SLACK
         self._arena = native.Arena(self._decoder.kernels.library, nbytes)
         memory = pack.allocate(size, whole.inputs, formats[whole.format], bool(whole.bias), self._arena.take)
-        self.linear = abi.CLinear.of(memory)
+        self.linear = structs.linear(memory)
 
     def put(self, places: Tensor, tokens: Tensor) -> None:
         self._decoder.copy_columns(self._whole, tokens.contiguous(), self.linear, places.contiguous())
@@ -35,5 +35,5 @@ _SLACK = 3 * 64  # bytes: weights, scales and biases each begin on a cache line
 
 def column_bytes(linear: abi.CLinear) -> int:
     """Return the bytes of one packed column of an int8 or bf16 layer, with its scale and bias."""
-    weights = int(linear.inputs) * (1 if linear.format == abi.FORMATS["int8"] else 2)
+    weights = int(linear.inputs) * (1 if linear.format == abi.Format.INT8 else 2)
     return weights + 4 * (bool(linear.scales) + bool(linear.bias))

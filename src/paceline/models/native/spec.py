@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
+from paceline.kernels.abi import MOST_TAPS
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.short_conv import ShortConv
@@ -35,9 +36,6 @@ from paceline.models.description.spec import (
     TokenInputsSpec,
 )
 from paceline.models.description.weights import EXPERTS_NORMS, shapes
-from paceline.models.torch.experts import Experts
-from paceline.models.torch.linear import Dense
-from paceline.models.torch.transformer import Transformer
 
 
 class ReadMatrix(Protocol):
@@ -50,7 +48,6 @@ class ReadMatrix(Protocol):
         ...
 
 
-MAX_TAPS = 8  # kMostTaps in csrc/kernels.h
 ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
     "silu": "silu",
     "gelu_tanh": "gelu_tanh",
@@ -194,42 +191,6 @@ def _token_input_of(
     return TokenInputWeights(linear(f"{name}input_gate"), linear(f"{name}input_out"), norm)
 
 
-def weights_of(model: Transformer) -> dict[str, Tensor]:
-    """Return the weights that a transformer was made of, by name. Raises ModelFormatError if they are quantized."""
-    found: dict[str, Tensor | None] = {
-        "embed.weight": model._embedding,
-        "norm.weight": model._norm.weight if model._norm else None,
-    }
-    linears = {name: getattr(owner, part) for owner, part, name in model.layer_linears()}
-    linears |= {} if model.spec.tied else {"head": model._head}
-    if (inputs := model._token_inputs) is not None:
-        found |= {"input_table.weight": inputs.table, "input_norm.weight": inputs.norm}
-        linears |= {"input_project": inputs.project}
-    for i, block in enumerate(model._blocks):
-        attention, mlp = block.attention, block.mlp
-        if isinstance(mlp, Experts):
-            found |= {f"layers.{i}.{name}": tensor for name, tensor in mlp.stacked.items()}
-            found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in mlp.norms.items()}
-        found |= {f"layers.{i}.{name}.weight": norm.weight for name, norm in block.norms.items()}
-        found |= {f"layers.{i}.scale.weight": block.scale}
-        if block.input is not None:
-            found |= {f"layers.{i}.input_out_norm.weight": block.input.norm.weight}
-            linears |= {
-                f"layers.{i}.input_gate": block.input.input_gate,
-                f"layers.{i}.input_out": block.input.input_out,
-            }
-        if attention.qk_norm is not None:
-            norms = torch.split(attention.qk_norm, attention.split[:2])  # [heads, head_dim] each
-            for part, norm in zip("qk" if len(norms[1]) else "q", norms, strict=False):
-                whole = attention.spec.qk_norm == "all"  # else all rows are equal
-                found[f"layers.{i}.{part}_norm.weight"] = norm.flatten() if whole else norm[0]
-    for name, linear in linears.items():
-        if not isinstance(linear, Dense):
-            raise ModelFormatError(f"{model.name}: weights of kind {type(linear).__name__} cannot be packed")
-        found |= {f"{name}.weight": linear.weight, f"{name}.bias": linear.bias}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
 def obstacle_of(description: DecoderSpec) -> str | None:
     """Return why the kernels cannot run models of this description, whatever their weights; None if they can."""
     try:
@@ -310,7 +271,7 @@ def _check_recurrent(mixer: RecurrentMixer) -> None:
     shape = mixer.shape(1)
     wanted = {
         "widths that are multiples of 16": not shape.channels % 16,
-        f"2 to {MAX_TAPS} taps": 1 < shape.taps <= MAX_TAPS,
+        f"2 to {MOST_TAPS} taps": 1 < shape.taps <= MOST_TAPS,
     }
     if isinstance(mixer, DeltaNet):
         heads = mixer.heads

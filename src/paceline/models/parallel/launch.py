@@ -185,7 +185,7 @@ def lead(source: Source, share: ModelShard, dtype: torch.dtype, device: torch.de
     Raises what ``load_shard`` raises, or RankError if another rank could not start.
     """
     launched = check_launched(share.ranks) is not None
-    path, _ = check_shardable(source, share)
+    path = check_shardable(source, share)
     settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
     settings.check(share.ranks)
     processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)

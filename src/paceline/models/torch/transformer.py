@@ -58,7 +58,7 @@ _OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots``
 def _check(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``Transformer`` cannot run."""
     if any(attention.sinks for attention in spec.attentions):
-        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on CPUs only; use device='cpu'")
+        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on the CPU kernels only")
     if len(set(spec.recurrent)) > 1:
         raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
 

@@ -84,7 +84,7 @@ class ApiTask:
         """Return the response's id and the response as JSON. Raises ApiError."""
         context, (kind, prepare) = self.batch.context, _PREPARE[self.request.url]
         await self.batch.wait_for_capacity()
-        body = await asyncio.get_running_loop().run_in_executor(context.bodies, checked, kind, self.request.body)
+        body = await context.bodies.run(checked, kind, self.request.body)
         self._apply_defaults(body)
         job = await prepare(context, body, self.batch.client, of_batch=True)
         return job.id, await job.answer()

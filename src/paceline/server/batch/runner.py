@@ -231,7 +231,7 @@ class BatchRunner:
         await run_all(
             unanswered(lines_of(lines, context.config.max_body_bytes), read, output),
             LineWriter(output.append),
-            window=_LINES_PER_ROW * context.admission_limits.answers,
+            window=_LINES_PER_ROW * context.dispatcher.limits.answers,
             on_result=on_result,
         )
 
@@ -241,8 +241,8 @@ class BatchRunner:
 
     async def _wait_for_capacity(self) -> None:
         """Wait until less than half of the queue is taken: the other half is left to interactive requests."""
-        context = self._context
-        while context.admission.inside >= context.admission_limits.answers + context.config.max_waiting // 2:
+        dispatcher, places = self._context.dispatcher, self._context.config.max_waiting // 2
+        while dispatcher.admission.inside >= dispatcher.limits.answers + places:
             await asyncio.sleep(_PAUSE)
 
     async def _finish(self, stored: StoredBatch) -> None:

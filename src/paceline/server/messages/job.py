@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
-from paceline.chat.options import ChatFields
 from paceline.chat.values import message_of
 from paceline.core.outputs import RequestOutput
-from paceline.server.context import Context, log_request
+from paceline.server.context import Context
 from paceline.server.delta import Delta
 from paceline.server.documents import typed_events
 from paceline.server.messages.prompt import messages_of, options_of
@@ -24,6 +22,7 @@ from paceline.server.messages.replies import (
 )
 from paceline.server.streaming import Events
 from paceline.server.turns import Conversation, Turn, prompt_of
+from paceline.server.usage import log_request
 
 
 @dataclass
@@ -39,8 +38,7 @@ class MessagesJob:
     @classmethod
     async def prepare(cls, context: Context, body: MessagesRequest, client: str) -> MessagesJob:
         """Validate and tokenize a request. Raises ApiError."""
-        fields, stop = cast("ChatFields", options_of(body)), body.stop_sequences or ()
-        conversation = Conversation(messages_of(body), fields, body.max_tokens, stop)
+        conversation = Conversation(messages_of(body), options_of(body))
         return cls(await Turn.prepare(context, body, conversation, client))
 
     async def answer(self) -> bytes:
@@ -48,7 +46,7 @@ class MessagesJob:
         async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], None)
-        return await self.turn.context.written(lambda: self._whole(output), generation.made)
+        return await self.turn.context.replies.written(lambda: self._whole(output), generation.made)
 
     def _whole(self, output: RequestOutput) -> MessageReply:
         answer, reader = output.outputs[0], self.turn.reader()
@@ -101,5 +99,5 @@ class MessagesJob:
 async def count_tokens(context: Context, body: PromptRequest) -> TokenCount:
     """Count the tokens of a prompt. Raises ApiError."""
     context.check_model(body.model)
-    prompt = await prompt_of(context, messages_of(body), cast("ChatFields", options_of(body)))
+    prompt = await prompt_of(context, Conversation(messages_of(body), options_of(body)))
     return TokenCount(input_tokens=len(prompt.token_ids))

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from paceline.chat.options import ChatOptions
 from paceline.server.messages.protocol import (
     Block,
     InputMessage,
@@ -75,15 +76,15 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def options_of(body: PromptRequest) -> dict[str, Any]:
-    """Return the fields of ``ChatOptions``."""
+def options_of(body: PromptRequest) -> ChatOptions:
+    """Return the options of the conversation. Raises ParameterError."""
     fields: dict[str, Any] = {"tools": [tool.as_openai() for tool in body.tools or ()]}
     if body.tool_choice is not None:
         kind, name = body.tool_choice.type, body.tool_choice.name
         named = {"type": "function", "function": {"name": name}}
         fields["tool_choice"] = named if kind == "tool" else {"any": "required"}.get(kind, kind)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
-    return fields | _thinking(body)
+    return ChatOptions.of(fields | _thinking(body))
 
 
 def _thinking(body: PromptRequest) -> dict[str, Any]:

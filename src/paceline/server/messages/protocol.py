@@ -17,8 +17,8 @@ from paceline.server.protocol import (
     Strict,
     TurnRequest,
     Unsupported,
-    refuser,
-    some,
+    bounded_list,
+    reject_types,
     text_of,
 )
 
@@ -30,7 +30,7 @@ _REFUSED_BLOCKS: Mapping[str, str] = {
     "server_tool_use": _SERVICE,
     "web_search_tool_result": _SERVICE,
 }
-_NAMED = refuser(_REFUSED_BLOCKS, "blocks")
+_NAMED = reject_types(_REFUSED_BLOCKS, "blocks")
 
 
 class _Block(Strict):
@@ -72,7 +72,7 @@ class RedactedThinkingBlock(Strict):
     data: str
 
 
-_Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], some(limits.MAX_CONTENT_PARTS)]
+_Texts: TypeAlias = Annotated[list[Annotated[TextBlock, _NAMED]], bounded_list(limits.MAX_CONTENT_PARTS)]
 
 
 class TextSource(Strict):
@@ -110,7 +110,7 @@ class DocumentBlock(_Block):
     type: Literal["document"]
     source: Annotated[
         Annotated[TextSource | ContentSource, Field(discriminator="type")],
-        refuser({"base64": TEXT_ONLY, "url": TEXT_ONLY, "file": TEXT_ONLY}, "sources"),
+        reject_types({"base64": TEXT_ONLY, "url": TEXT_ONLY, "file": TEXT_ONLY}, "sources"),
     ]
     title: str | None = None
     context: str | None = None
@@ -155,7 +155,7 @@ class ToolResultBlock(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: str | Annotated[list[_ResultBlock], some(limits.MAX_CONTENT_PARTS)] | None = None
+    content: str | Annotated[list[_ResultBlock], bounded_list(limits.MAX_CONTENT_PARTS)] | None = None
     is_error: bool | None = None
 
 
@@ -167,7 +167,7 @@ class InputMessage(Strict):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_AnyBlock], some(limits.MAX_CONTENT_PARTS)]
+    content: str | Annotated[list[_AnyBlock], bounded_list(limits.MAX_CONTENT_PARTS)]
 
     @property
     def blocks(self) -> list[Block]:
@@ -207,8 +207,8 @@ class ClientTool(_Block):
 
     def as_openai(self) -> dict[str, Any]:
         """The tool in OpenAI's form, with the fields that were sent."""
-        said = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        function = {name: value for name, value in {**said, "strict": self.strict}.items() if value is not None}
+        sent = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function = {name: value for name, value in {**sent, "strict": self.strict}.items() if value is not None}
         return {"type": "function", "function": function}
 
 
@@ -273,9 +273,9 @@ class PromptRequest(ApiRequest):
     labels: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "cache_control", "diagnostics"})
 
     model: Label
-    messages: Annotated[list[InputMessage], some(limits.MAX_MESSAGES, least=1)]
+    messages: Annotated[list[InputMessage], bounded_list(limits.MAX_MESSAGES, min_length=1)]
     system: str | _Texts | None = None
-    tools: Annotated[list[ClientTool], some(limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[ClientTool], bounded_list(limits.MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: MessageThinking | None = None
     output_config: OutputConfig | None = None
@@ -293,8 +293,16 @@ class MessagesRequest(PromptRequest, TurnRequest):
 
     structure_field: ClassVar[str] = "output_config.format"
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stop_sequences: Annotated[list[str], some(limits.MAX_STOP_STRINGS)] | None = None
+    stop_sequences: Annotated[list[str], bounded_list(limits.MAX_STOP_STRINGS)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    def answer_limit(self, left: int) -> int:
+        return self.max_tokens
+
+    @property
+    def stop(self) -> list[str]:
+        """``stop_sequences`` as a sampling parameter; empty texts end nothing."""
+        return [text for text in self.stop_sequences or () if text]
 
     @property
     def structure(self) -> StructuredOutputs | None:

@@ -6,12 +6,11 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from paceline.chat.options import ChatFields
 from paceline.core.outputs import RequestOutput, TokenLogprob
 from paceline.server import errors
-from paceline.server.context import Context, log_request
+from paceline.server.context import Context
 from paceline.server.delta import Delta
 from paceline.server.documents import typed_events
 from paceline.server.logprobs import chat_logprobs
@@ -21,6 +20,7 @@ from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.responses.replies import Response, ResponseUsage, status_of
 from paceline.server.streaming import Events
 from paceline.server.turns import AnswerReader, Conversation, Turn
+from paceline.server.usage import log_request
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ResponsesJob:
     @errors.names_long_text("input")
     async def prepare(cls, context: Context, body: ResponsesRequest, client: str) -> ResponsesJob:
         """Validate and tokenize a request. Raises ApiError."""
-        conversation = Conversation(messages_of(body), cast("ChatFields", options_of(body)), body.max_output_tokens)
+        conversation = Conversation(messages_of(body), options_of(body))
         return cls(await Turn.prepare(context, body, conversation, client), body)
 
     async def answer(self) -> bytes:
@@ -50,11 +50,11 @@ class ResponsesJob:
         async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
-        entries = generation.made * (1 + (self.body.logprobs or 0))
-        return await self.turn.context.written(lambda: self._whole(output), entries)
+        entries = generation.made * (1 + (self.body.num_logprobs or 0))
+        return await self.turn.context.replies.written(lambda: self._whole(output), entries)
 
     def _spelled(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return [entry.model_dump() for entry in chat_logprobs(self.turn.context.spelling, entries).content]
+        return [entry.model_dump() for entry in chat_logprobs(self.turn.context.texts.spelling, entries).content]
 
     def _whole(self, output: RequestOutput) -> Response:
         answer, reader = output.outputs[0], self.turn.reader()
@@ -72,7 +72,7 @@ class ResponsesJob:
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         last = functools.partial(self._last_events, output, reader)
-        yield await self.turn.context.typed_events(last, generation.made)
+        yield await self.turn.context.replies.typed_events(last, generation.made)
 
     def _last_events(self, output: RequestOutput, reader: AnswerReader) -> list[StreamEvent]:
         closed = self._stream.close(status_of(output.outputs[0]))

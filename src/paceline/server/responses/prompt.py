@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from paceline.chat.options import ChatOptions
 from paceline.server.protocol import text_of
 from paceline.server.responses.protocol import (
     AllowedFunctions,
@@ -75,14 +76,15 @@ def _one_system(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": text}, *messages[count:]]
 
 
-def options_of(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields of ``ChatOptions``."""
+def options_of(body: ResponsesRequest) -> ChatOptions:
+    """Return the options of the conversation. Raises ParameterError."""
     fields: dict[str, Any] = {"tools": [tool.as_openai() for tool in body.tools or ()]}
     if body.tool_choice is not None:
         fields["tool_choice"] = _choice(body.tool_choice)
     if body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
-    return fields | {"reasoning_effort": None if body.reasoning is None else body.reasoning.effort}
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return ChatOptions.of(fields | {"reasoning_effort": effort})
 
 
 def _choice(choice: str | NamedFunction | AllowedFunctions) -> str | dict[str, Any]:

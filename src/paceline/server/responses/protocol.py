@@ -21,8 +21,8 @@ from paceline.server.protocol import (
     TurnRequest,
     Unsupported,
     Verbatim,
-    refuser,
-    some,
+    bounded_list,
+    reject_types,
 )
 
 _STORES = "this server stores no answers: send the whole conversation as input"
@@ -41,9 +41,9 @@ class ItemText(Strict):
 
 _REFUSED_PARTS = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 _Part: TypeAlias = Annotated[
-    Annotated[ItemText | RefusalPart, Field(discriminator="type")], refuser(_REFUSED_PARTS, "parts")
+    Annotated[ItemText | RefusalPart, Field(discriminator="type")], reject_types(_REFUSED_PARTS, "parts")
 ]
-Content: TypeAlias = str | Annotated[list[_Part], some(limits.MAX_CONTENT_PARTS)]
+Content: TypeAlias = str | Annotated[list[_Part], bounded_list(limits.MAX_CONTENT_PARTS)]
 
 
 class _Item(Strict):
@@ -104,8 +104,8 @@ class ReasoningItem(_Item):
     """Thoughts of the assistant. encrypted_content: of the service that made them; it cannot be read here."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], some(limits.MAX_CONTENT_PARTS)] | None = None
-    content: Annotated[list[ReasoningText], some(limits.MAX_CONTENT_PARTS)] | None = None
+    summary: Annotated[list[ReasoningText], bounded_list(limits.MAX_CONTENT_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], bounded_list(limits.MAX_CONTENT_PARTS)] | None = None
     encrypted_content: str | None = None
 
     @property
@@ -134,7 +134,7 @@ _AnyItem: TypeAlias = Annotated[
         | Annotated[ReasoningItem, Tag("reasoning")],
         Discriminator(_kind),
     ],
-    refuser(_REFUSED_ITEMS, "items"),
+    reject_types(_REFUSED_ITEMS, "items"),
 ]
 
 
@@ -172,7 +172,7 @@ class AllowedFunctions(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], some(limits.MAX_TOOLS), BeforeValidator(_functions)]
+    tools: Annotated[list[NamedFunction], bounded_list(limits.MAX_TOOLS), BeforeValidator(_functions)]
 
 
 _NamedFunctions: TypeAlias = Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
@@ -234,16 +234,16 @@ class ResponsesRequest(TurnRequest):
     labels: ClassVar[frozenset[str]] = LABELS - {"metadata"} | {"store", "service_tier", "client_metadata"}
 
     model: Label | None = None
-    input: str | Annotated[list[_AnyItem], some(limits.MAX_MESSAGES)]
+    input: str | Annotated[list[_AnyItem], bounded_list(limits.MAX_MESSAGES)]
     instructions: str | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: Annotated[list[FunctionTool], some(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
+    tools: Annotated[list[FunctionTool], bounded_list(limits.MAX_TOOLS), BeforeValidator(_functions)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _NamedFunctions | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    include: Annotated[list[Label], some(limits.MAX_STOP_STRINGS)] | None = None
+    include: Annotated[list[Label], bounded_list(limits.MAX_STOP_STRINGS)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     user: Label | None = None
     metadata: Metadata | None = None
@@ -258,13 +258,16 @@ class ResponsesRequest(TurnRequest):
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ResponsesRequest:
-        if self.top_logprobs and self.logprobs is None:
+        if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs needs include = [{_TEXT_LOGPROBS!r}]"
             raise PydanticCustomError("top_logprobs", "{message}", {"field": "top_logprobs", "message": message})
         return self
 
+    def answer_limit(self, left: int) -> int:
+        return left if self.max_output_tokens is None else self.max_output_tokens
+
     @property
-    def logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if _TEXT_LOGPROBS in (self.include or ()) else None
 
     @property

@@ -83,12 +83,12 @@ def _line(times: Sequence[float]) -> tuple[float, float, float]:
 
 def _fit_accepted(accepted: Sequence[float]) -> tuple[float, float, float]:
     """c and gamma of l(s) = c * s ** gamma, fitted in logarithms, and the mean relative error."""
-    points = [(s, kept) for s, kept in enumerate(accepted, 1) if kept > 0]
+    points = [(s, counts) for s, counts in enumerate(accepted, 1) if counts > 0]
     if not points:
         return 0.0, 0.0, 0.0
     if len(points) == 1:
         return points[0][1], 0.0, 0.0
-    s, kept = np.array(points).T
-    gamma, log_c = np.polyfit(np.log(s), np.log(kept), 1)
-    error = np.abs(np.exp(log_c) * s**gamma / kept - 1).mean()
+    s, counts = np.array(points).T
+    gamma, log_c = np.polyfit(np.log(s), np.log(counts), 1)
+    error = np.abs(np.exp(log_c) * s**gamma / counts - 1).mean()
     return math.exp(float(log_c)), float(gamma), float(error)

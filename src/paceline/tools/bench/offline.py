@@ -197,7 +197,7 @@ class WrongDraftTokens(Wrapper):
     def propose(self, batch: Batch, plan: SpeculationPlan) -> Draft:
         draft = self.inner.propose(batch, plan)
         wrong = [[(token + 1) % batch.vocab_size for token in line] for line in draft.draft_tokens]
-        return Draft.of(wrong, batch.device, draft.confidence, draft.kinds, draft.host_parents)
+        return Draft(wrong, confidence=draft.confidence, parents=draft.parents, kinds=draft.kinds)
 
 
 def sides_for(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 PROMPTS = tuple(prompt for pair in zip(COPYING[::2], OPEN[::2], strict=True) for prompt in pair)
-"""Every second built-in prompt; ``paceline bench traffic`` uses the others."""
+"""Every second built-in prompt; ``benchmarks/traffic.py`` uses the others."""
 
 WARM_UP_TOKENS = 8
 
@@ -96,15 +96,15 @@ def run_profile(
     costs = engine.measure_costs(grid, lambda points: progress(points, "cost of rounds"))
     runs = list(_play(engine, prompts, sweep, progress))
     points = tuple(_point(size, k, runs) for size in sweep.batch_sizes for k in range(sweep.max_k + 1))
-    kept = [
+    accepted = [
         statistics.fmean(p.mean_acceptance_length - 1 for p in points if p.k == k) for k in range(1, sweep.max_k + 1)
     ]
-    rounds = [[p.ms_per_round for p in points if p.batch_size == size] for size in sweep.batch_sizes]
-    fit = fit_paper(costs, rounds, kept)
+    of_size = {size: [p for p in points if p.batch_size == size] for size in sweep.batch_sizes}
+    fit = fit_paper(costs, [[p.ms_per_round for p in here] for here in of_size.values()], accepted)
     profile = MeasuredProfile(
         identity=engine.identity(),
         costs=costs,
-        best={size: _best(size, points) for size in sweep.batch_sizes},
+        best={size: min(here, key=lambda p: p.ms_per_token).k for size, here in of_size.items()},
         acceptance=acceptance_by_position([r for run in runs if run.k == sweep.max_k for r in run.rounds], sweep.max_k),
         sweep=points,
         versions=versions(),
@@ -143,7 +143,7 @@ def _play(
 
 def _run(engine: Engine, prompts: Sequence[list[int]], size: int, k: int, tokens: int, first: int) -> _Run:
     recorder = Recorder(FixedLength(k))
-    engine.parts.policy = recorder
+    engine.use_policy(recorder)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     for row in range(size):
         engine.add(Request(prompts[(first + row) % len(prompts)], params))
@@ -172,13 +172,9 @@ def _point(size: int, k: int, runs: Sequence[_Run]) -> SweepPoint:
     )
 
 
-def _best(size: int, points: Sequence[SweepPoint]) -> int:
-    return min((p for p in points if p.batch_size == size), key=lambda p: p.ms_per_token).k
-
-
 def acceptance_by_position(rounds: Sequence[Round], k: int) -> tuple[float, ...]:
     """Probability that draft token 1, 2, ... k is accepted if all before it were; 0 where none was tried."""
-    rows = [(kept, k) for record in rounds if record.k == k for kept in record.accepted]
+    rows = [(accepted, k) for record in rounds if record.k == k for accepted in record.accepted]
     return tuple(rate or 0.0 for rate in kept_by_position(rows, k))
 
 

@@ -82,17 +82,17 @@ class Recorder(RowKeepers, LengthPolicy):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
-        ended, host = time.perf_counter(), verdict.host
-        accepted, drafted, depths = map(tuple, (host.accepted, host.drafted, host.depths))
-        surplus = sum(accepted) + len(accepted) - sum(host.gained)
+        ended = time.perf_counter()
+        accepted, drafted, depths = map(tuple, (verdict.accepted, verdict.drafted, verdict.depths))
+        surplus = sum(accepted) + len(accepted) - sum(verdict.gained)
         self.rounds.append(
-            Round(self._began, ended, self._k, accepted, drafted, surplus, depths, host.rows_saved_by_sibling)
+            Round(self._began, ended, self._k, accepted, drafted, surplus, depths, verdict.rows_saved_by_sibling)
         )
 
 
 def latency_of(rounds: Sequence[Round], seconds: float) -> Latency:
     """Milliseconds per token of the first, last and all rows, which all ran these rounds in ``seconds``."""
-    tokens = [sum(kept) + len(rounds) for kept in zip(*(record.accepted for record in rounds), strict=True)]
+    tokens = [sum(accepted) + len(rounds) for accepted in zip(*(record.accepted for record in rounds), strict=True)]
     paces = [1000 * seconds / each for each in tokens]
     return Latency(min(paces), max(paces), sum(paces) / len(paces))
 
@@ -112,6 +112,6 @@ def kept_by_position(rows: Sequence[tuple[int, int]], k: int) -> tuple[float | N
 
     A draft token counts as tried if all before it were accepted.
     """
-    tried = [sum(kept >= place < made for kept, made in rows) for place in range(k)]
-    good = [sum(kept > place for kept, _ in rows) for place in range(k)]
+    tried = [sum(accepted >= place < drafted for accepted, drafted in rows) for place in range(k)]
+    good = [sum(accepted > place for accepted, _ in rows) for place in range(k)]
     return tuple(right / all_ if all_ else None for right, all_ in zip(good, tried, strict=True))

@@ -53,7 +53,7 @@ def _code(text: str) -> Iterator[tuple[int, str]]:
     """
     if _FENCE in text:
         yield from (
-            (found.start(2), found[2]) for found in _FENCED.finditer(text) if found[1].strip().lower() in _PYTHON
+            (match.start(2), match[2]) for match in _FENCED.finditer(text) if match[1].strip().lower() in _PYTHON
         )
     elif "\n" in text.strip() and not _parse(text).has_error:
         yield 0, text

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from paceline.config import AcceptanceName, EngineConfig, Length, SamplingParams
 from paceline.core.outputs import RequestOutput
-from paceline.core.sampling import Purpose, noise_key, sequence_seed, uniform
+from paceline.core.sampling import noise_key, sequence_seed, uniform
+from paceline.core.values import Purpose
 from paceline.engine.prefixes import common_prefix_length
 from paceline.llm import LLM
 

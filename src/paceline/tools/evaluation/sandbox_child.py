@@ -298,13 +298,14 @@ def _run_program(job: dict[str, Any], calls: SystemCalls, secret: int) -> bytes:
 
 
 def main() -> None:
-    """Run a job from stdin, and print how the runner ended as JSON.
+    """Run a job from stdin, a line with its number of bytes, then the bytes; print how the runner ended as JSON.
 
     Without a runner the document has the reason: "lacking" if libseccomp is not usable, "refused" if the kernel does
     not allow the namespaces.
     """
     secret, verdict = map(int, sys.argv[1:])
-    job = json.loads(_read_job())
+    size = int(sys.stdin.buffer.readline())
+    job = json.loads(sys.stdin.buffer.read(size))
     null = os.open(os.devnull, os.O_RDWR)
     try:
         calls = SystemCalls()
@@ -323,12 +324,6 @@ def main() -> None:
     if runner == 0:
         run_and_exit(job, calls, null, secret, verdict)
     _print_json(_watch(runner, job["wall_seconds"]))
-
-
-def _read_job() -> bytes:
-    """Read a job: a line with its number of bytes, then the bytes."""
-    size = int(sys.stdin.buffer.readline())
-    return sys.stdin.buffer.read(size)
 
 
 def _watch(runner: int, wall_seconds: float) -> dict[str, Any]:

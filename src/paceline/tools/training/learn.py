@@ -105,12 +105,9 @@ class Trainer:
             if save.due():
                 self.save(checkpoint)
         if self.ranks.first:
-            self._end(checkpoint)
-
-    def _end(self, checkpoint: Path) -> None:
-        if not self.progress.looks or self.progress.looks[-1]["passes"] < self.progress.passes:
-            self.evaluate()
-        self.save(checkpoint)
+            if not self.progress.looks or self.progress.looks[-1]["passes"] < self.progress.passes:
+                self.evaluate()
+            self.save(checkpoint)
 
     def _batches(self) -> Iterator[tuple[list[int], TrainingBatch]]:
         """Yield the remaining steps, epoch after epoch, each with the batch of this rank's part.

@@ -1,0 +1,99 @@
+"""Rounds as captured graphs: the host launches one, and reads the record of the one before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.draft import Verdict
+from paceline.core.rows import StepFeatures
+from paceline.engine.rounds.choice import why_no_graph_now
+from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.round import Speculation
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequences import Sequence
+from paceline.kernels.gpu.ahead import Ahead, Progress
+from paceline.kernels.gpu.graphs import Ticket
+from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
+from paceline.lengths.base import LengthPolicy
+
+
+@dataclass(frozen=True)
+class GraphTicket:
+    """A launched round.
+
+    record: its record, once the device has finished.
+    k: draft tokens per row; the depth of trees. width: siblings at each depth of a tree; 1 for chains.
+    features: what the rows asked for at the launch.
+    """
+
+    record: Ticket
+    k: int
+    width: int
+    features: StepFeatures
+    drafted_at = None
+
+    def read(self) -> Verdict:
+        record = self.record.read()
+        if self.width > 1 and self.k > 0:
+            return read_trees(record, self.width)
+        if self.features.logprobs is None:
+            return read_record(record)
+        record, logprobs = read_logprobs(record, self.k)
+        return replace(read_record(record), logprobs=logprobs)
+
+
+class GraphPlace:
+    """Launches the rounds of a ``DeviceRound`` (a ``RoundPlace``); each is read while the next one runs."""
+
+    name = "device"
+    lag = 1
+
+    def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        self.program, self._parts, self._scheduler = program, parts, scheduler
+        self.why_not = partial(why_no_graph_now, parts, program.width)
+        self._drafted: list[Sequence] = []  # of the last round with draft tokens; empty after a pause
+        self._plain_rounds = 0  # rounds without draft tokens since then
+        self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
+
+    def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
+        """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
+        return self.program.capture_ahead(partial(likely_lengths, self._parts.policy), seconds, progress)
+
+    def needs_torch(self, batch: Batch) -> bool:
+        return True
+
+    def run(self, batch: Batch, plan: SpeculationPlan) -> GraphTicket:
+        program, features = self.program, batch.sampling.step_features
+        k = plan.k if program.can_draft else 0
+        longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
+        program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
+        record = program.run(batch.rows, k, longest, features, self._missing_tokens(batch, k))
+        return GraphTicket(record, k, program.width, features)
+
+    def pause(self) -> None:
+        self._drafted = []
+
+    def _missing_tokens(self, batch: Batch, k: int) -> int:
+        """Upper bound, over all rows, of tokens missing in the draft model's cache; it grows in rounds with k = 0.
+
+        The host counts for rows of the last round with draft tokens. For other rows it reads the device.
+        """
+        decoders = self._parts.drafter.decoders
+        if k == 0 or not decoders:
+            self._plain_rounds += 1
+            return 0
+        running, counted = self._scheduler.running, set(map(id, self._drafted))
+        missing = self._missing_after_draft + self._plain_rounds
+        if any(id(sequence) not in counted for sequence in running):
+            missing = max(max(decoder.missing_tokens(batch)) for decoder in decoders)
+        self._drafted, self._plain_rounds = running, 0
+        self._missing_after_draft = decoders[0].missing_after(k)
+        return missing
+
+
+def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
+    """Return every draft length that rounds of ``rows`` rows may have, the likeliest first."""
+    usual = policy.length_for(rows)
+    return sorted(policy.possible_lengths, key=lambda k: abs(k - usual))

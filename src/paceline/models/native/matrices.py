@@ -1,0 +1,144 @@
+"""A checkpoint's matrices, read into the kernels' formats one by one while they are packed.
+
+No copy of the whole model in bfloat16 is ever in memory, numbers are rounded once, and codes that a format can hold are
+taken as they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import pack
+from paceline.kernels.pack import Format, Weight
+from paceline.kernels.spec import NativeSpec
+from paceline.models.description.checkpoint import Checkpoint
+from paceline.models.description.weights import Placement, assemble, check_finite
+from paceline.models.native.spec import spec_of
+
+# paceline's names of matrices that only multiply, or are read from their packed form
+_INPUTS = ("input_gate", "input_out", "input_project", "input_table")
+_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head", *_INPUTS})
+
+
+@runtime_checkable
+class CodedTensor(Protocol):
+    """A stored tensor whose numbers are codes. stored_as: name of the encoding, for messages."""
+
+    @property
+    def stored_as(self) -> str: ...
+
+    def codes(self, to: Format) -> Weight | None:
+        """Return the codes as a weight of this format; None if the format cannot hold them."""
+        ...
+
+
+@runtime_checkable
+class ExactTensor(Protocol):
+    """A stored tensor that need not be read in float32 to keep its numbers."""
+
+    @property
+    def exact_dtype(self) -> torch.dtype: ...
+
+
+@dataclass
+class Outcome:
+    """Counts what became of the stored matrices.
+
+    tell: called after each matrix with the share of all numbers that are packed. kept, rounded: number of matrices by
+    encoding. done, total: numbers that are packed, and all.
+    """
+
+    tell: Callable[[float], None] | None = None
+    done: int = 0
+    total: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    rounded: Counter[str] = field(default_factory=Counter)
+
+    def add(self, numbers: int) -> None:
+        """Count the numbers of a matrix that is packed."""
+        self.done += numbers
+        if self.tell is not None:
+            self.tell(min(1.0, self.done / self.total))
+
+    def __str__(self) -> str:
+        parts = [f"{count} {kind} as stored" for kind, count in sorted(self.kept.items())]
+        return ", ".join([*parts, *(f"{count} {kind} rounded" for kind, count in sorted(self.rounded.items()))])
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of the model, made of the rows of one or several stored tensors."""
+
+    parts: Sequence[Placement]
+    outcome: Outcome
+
+    def of_expert(self, expert: int) -> StoredMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        parts = (part.of_expert(expert) for part in self.parts)
+        return StoredMatrix([part for part in parts if part is not None], self.outcome)
+
+    def __call__(self, to: Format) -> Weight:
+        """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            weight = pack.stack(list(pool.map(lambda part: _read(part, to, self.outcome), self.parts)))
+        self.outcome.add(_numbers(self.parts))
+        return weight
+
+
+def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
+    stored = part.stored
+    if isinstance(stored, CodedTensor):
+        codes = None if part.transposed or part.interleaved else stored.codes(to)
+        if isinstance(codes, pack.Int8Weight):
+            check_finite(codes.scales, part.name)
+        (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
+        if codes is not None:
+            return codes
+    dtype = stored.exact_dtype if isinstance(stored, ExactTensor) else torch.float32
+    numbers = torch.empty(part.slot.shape, dtype=dtype)
+    part.read_into(numbers)
+    check_finite(numbers, part.name)
+    return pack.quantise(numbers, to)
+
+
+def unread_spec(checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome) -> NativeSpec:
+    """Return the kernels' spec of a checkpoint, whose matrices are read when they are packed.
+
+    dtype: of what is not packed (norms and biases) or also read by token (the embedding).
+    Raises ModelFormatError if neither the kernels nor their reference can run the model, or for other numbers than
+    finite ones.
+    """
+    readers = _readers(checkpoint.placements, outcome)
+    outcome.total = sum(_numbers(matrix.parts) for matrix in readers.values())
+    others = [placement for placement in checkpoint.placements if placement.slot.target not in readers]
+    tensors = {target: _shape(matrix) for target, matrix in readers.items()}
+    return spec_of(checkpoint.spec, tensors | assemble(others, dtype, torch.device("cpu")), readers)
+
+
+def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:
+    """Return the matrices to read while they are packed, by target."""
+    parts: dict[str, list[Placement]] = {}
+    for placement in placements:
+        stem, _, kind = placement.slot.target.rpartition(".")
+        if kind == "weight" and stem.rpartition(".")[2] in _LINEAR:
+            parts.setdefault(placement.slot.target, []).append(placement)
+    return {
+        target: StoredMatrix(sorted(found, key=lambda part: part.slot.first), outcome)
+        for target, found in parts.items()
+    }
+
+
+def _numbers(parts: Sequence[Placement]) -> int:
+    return sum(math.prod(part.slot.shape) for part in parts)
+
+
+def _shape(matrix: StoredMatrix) -> Tensor:
+    return torch.empty(matrix.parts[0].slot.target_shape, device="meta")
