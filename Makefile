@@ -19,6 +19,7 @@ QUICK := tests/test_layers.py tests/config tests/core tests/chat/test_parser.py 
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE # else every test process compiles all modules and rewrites all assertions again
 
 .DEFAULT_GOAL := help
 .PHONY: help quick setup demo test check fmt slow clean bench-peers bench-serve screenshot docs wheel wheel-arm
