@@ -185,6 +185,18 @@ def fp8_blocks(height: int, width: int) -> Converter:
     return Converter(config, convert)
 
 
+def fp8_matrix() -> Converter:
+    """As Ministral 3 is published: one scale for a matrix, and one for its inputs, which is not used here."""
+
+    def convert(weight: Tensor) -> Converted:
+        scale = (weight.abs().max() / 448).bfloat16()
+        values = (weight / scale.float()).to(torch.float8_e4m3fn)
+        stored = {"weight": values, "weight_scale_inv": scale, "activation_scale": torch.tensor(0.01).bfloat16()}
+        return stored, values.float() * scale.float()
+
+    return Converter({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, convert)
+
+
 def mxfp4() -> Converter:
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
@@ -224,6 +236,7 @@ CONVERTERS: dict[str, Converter] = {
     "AutoRound in AWQ's layout": auto_round("auto_awq", 128),
     "float8 in blocks": fp8_blocks(128, 128),
     "float8 in small blocks": fp8_blocks(48, 80),
+    "float8 by matrix": fp8_matrix(),
 }
 
 

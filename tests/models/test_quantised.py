@@ -172,7 +172,7 @@ def test_what_changes_nothing_is_read(tmp_path: Path, checkpoints: dict) -> None
         ({"quant_method": "exl3"}, "'exl3', which is not read: use the model's original weights"),
         ({"group_size": 64, "bits": 4}, "quantised by 'mlx'"),
         ({"quant_method": "modelopt"}, "'modelopt'"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8 with one scale per matrix is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8 with blocks of"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits=3 is not read"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the layout 'gemv'"),

@@ -1,7 +1,7 @@
 """Quantised safetensors checkpoints: what ``quantization_config`` says, and the matrices that its tensors are.
 
-Read are compressed-tensors (4 and 8 bits, float8, MXFP4), GPTQ, AWQ, AutoRound, float8 in blocks, and MXFP4. Others
-are refused by name.
+Read are compressed-tensors (4 and 8 bits, float8, MXFP4), GPTQ, AWQ, AutoRound, float8 with a scale per block or per
+matrix, and MXFP4. Others are refused by name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from paceline.models.files.safetensors import FileTensor
 
 Matrix = GroupedTensor | ScaledTensor | MXFP4Tensor
 
-READ = "compressed-tensors, GPTQ, AWQ, AutoRound, float8 in blocks or MXFP4"
+READ = "compressed-tensors, GPTQ, AWQ, AutoRound, float8 or MXFP4"
 INSTEAD = f"use the model's original weights with quantization='int8' or 'int4', or a version of it in {READ}"
 
 # Scales of activations and of the KV cache: ours are rounded by the kernels, row by row, or not at all.
-_IGNORED = re.compile(r".*\.(input_scale|input_zero_point|output_scale|[kqv]_scale|input_global_scale)")
+_IGNORED = re.compile(
+    r".*\.(input_scale|activation_scale|input_zero_point|output_scale|[kqv]_scale|input_global_scale)"
+)
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,7 @@ def _auto_round(said: Mapping[str, Any]) -> Scheme:
 
 def _fp8(said: Mapping[str, Any]) -> Scheme:
     block = said.get("weight_block_size")
-    if block is None:
-        raise _NotReadError("one scale per matrix")
-    sizes = _block(block)
+    sizes = None if block is None else _block(block)
     suffixes = frozenset({"weight", "weight_scale_inv"})
     return Scheme("float8", ".weight", suffixes, partial(ScaledTensor, scale="weight_scale_inv", block=sizes))
 
