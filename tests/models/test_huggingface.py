@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.model_survey import tried
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -193,6 +194,12 @@ def test_a_multimodal_model_runs_as_its_text_model(tmp_path: Path) -> None:
         assert (Runner(ours, 1)(tokens, where) - theirs(tokens).logits).abs().max() < 1e-3
         assert ours.weight_bytes() < sum(parameter.nbytes for parameter in theirs.parameters())
         assert eos_token_ids(source) == (1, 7)
+
+
+@pytest.mark.parametrize("kind", ["exaone_moe", "phimoe"])
+def test_a_layer_without_a_window_runs_beside_layers_with_one(kind: str) -> None:
+    """K-EXAONE's full layers pass None; Phi-3.5-MoE's window is as long as its positions."""
+    assert tried(kind) == {"state": "transformers"}
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

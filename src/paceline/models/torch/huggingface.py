@@ -56,7 +56,6 @@ def _attention(
     *,
     paceline_attend: Attend | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers: query [B, H, L, D], key, value [B, G, L, D] -> [B, L, H, D]."""
@@ -67,7 +66,8 @@ def _attention(
     special = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if others.get(name) is not None]
     if special:
         raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
-    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    own_window = getattr(module, "sliding_window", None)  # of a layer that passes none; who passes None has no window
+    window = others.get("sliding_window", own_window)
     out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None  # some models rely on contiguous output
 
@@ -263,11 +263,18 @@ class HuggingFaceModel:
         return probe
 
     def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
-        """Compare each layer's window with the configuration. Windows are too long for the check of the logits."""
+        """Compare each layer's window with the configuration. Windows are too long for the check of the logits.
+
+        A window as long as the longest sequence is none.
+        """
         kinds = getattr(config, "layer_types", None) or []
         window = getattr(config, "sliding_window", None)
         wanted = [window if kind == "sliding_attention" else None for kind in kinds] or [window] * self.layers
         found = [probe.windows[layer] for layer in range(self.layers)]
+        wanted, found = (
+            [None if size is not None and size >= self.max_positions else size for size in sizes]
+            for sizes in (wanted, found)
+        )
         self._refuse_unless(found == wanted, f"its layers ask for the windows {found}, its configuration for {wanted}")
 
     def _check_logits(self, model: PreTrainedModel) -> None:

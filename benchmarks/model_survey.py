@@ -1,0 +1,247 @@
+"""Every generative text model of the installed transformers, shrunk: how it runs here, and whether it is right.
+
+    PYTHONPATH=src:. python -m benchmarks.model_survey [--only TYPE,TYPE] [--output FILE]
+
+Each model type gets a configuration of a few small layers and random weights, is saved, and is loaded from its files by
+``LLM`` in float32 and in its default precision. Greedy texts and the log probabilities of two prompts are compared with
+transformers' own. docs/models.md shows the table; ``benchmarks/results/model-survey.json`` holds it with all reasons.
+
+States: kernels (native, on the CPU kernels), torch (native, in torch), transformers (through transformers' own code),
+refused (with the message), wrong (what differs), untried (transformers itself does not run the shrunk model).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+VOCABULARY = 384
+LIMIT_S = 120.0  # per model type; a shrunk model takes 2 to 10 s
+TOLERANCE = 1e-3  # of a log probability in float32
+
+# Fields of configurations by their usual names; a field that a class does not have is left out.
+SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "mlp_dim"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "attention_groups"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "kv_channels"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"), 512),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 8),
+    "sliding_window": 8,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _SECTIONS),
+    "phimoe": {"sliding_window": 512},  # as long as its positions, as it is published
+    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [], "downsample_rate": "1/2"},
+}
+"""By model_type: fields that do not follow from ``SIZES``."""
+
+
+def shrunk(kind: type[Any]) -> dict[str, Any]:
+    """Return fields of a small configuration of this class, those of its parts included."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    fields = {name: value for name, value in SIZES.items() if name in names}
+    fields |= {name: value for name, value in SPECIAL.items() if name in names}
+    for name, part in getattr(kind, "sub_configs", {}).items():
+        default = getattr(kind, "sub_configs_defaults", {}).get(name)
+        fields[name] = _shrunk_part(part, default)
+    return fields | dict(OVERRIDES.get(getattr(kind, "model_type", ""), {}))
+
+
+def _shrunk_part(part: type[Any], default: Any) -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    model_type = getattr(default, "model_type", None) or getattr(part, "model_type", None)
+    kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else part  # noqa: SIM401 (its get does not load)
+    return shrunk(kind) | ({"model_type": model_type} if model_type else {})
+
+
+def model_types() -> list[str]:
+    """Return every model_type whose model writes text token by token."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(
+        {
+            *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        }
+    )
+
+
+def saved(model_type: str, path: Path) -> Any:
+    """Make a random model of the type, save it, and return it."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        PreTrainedTokenizerFast,
+    )
+
+    kind = CONFIG_MAPPING[model_type]
+    config = kind(**shrunk(kind))
+    auto = AutoModelForCausalLM if kind in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape) * (0.1 if weight.dim() > 1 else 0.2))
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(path)
+    words = {f"<{number}>": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<0>", eos_token="<2>").save_pretrained(path)
+    return model
+
+
+def tried(model_type: str) -> dict[str, Any]:
+    """Try one model type. Returns its state and, where there is one, the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model = saved(model_type, Path(folder))
+            wanted = _transformers_answers(model)
+        except Exception as error:  # noqa: BLE001 (a shrunk configuration that a model does not take)
+            return {"state": "untried", "reason": _short(error)}
+        try:
+            found, _ = _own_answers(folder, "float32")
+        except Exception as error:  # noqa: BLE001 (a refusal is a PacelineError; anything else is reported by its name)
+            return {"state": "refused", "reason": _short(error), "error": type(error).__name__}
+        if (difference := _difference(wanted, found)) is not None:
+            return {"state": "wrong", "reason": difference}
+        try:
+            _, state = _own_answers(folder, "auto")
+        except Exception as error:  # noqa: BLE001
+            return {"state": "refused", "reason": f"in bfloat16: {_short(error)}", "error": type(error).__name__}
+    return {"state": state}
+
+
+PROMPTS = [[5, 17, 9, 101, 33, 8, 250, 77, 12, 301, 64, 2 + 9, 90, 14], [7, 300, 21]]
+Answers = list[
+    tuple[list[int], list[float]]
+]  # generated tokens, log probabilities of the prompt's tokens from the second
+
+
+def _transformers_answers(model: Any) -> Answers:
+    import torch
+
+    answers = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            tokens = prompt[:]
+            for _ in range(6):
+                tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
+            scores = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
+            answers.append((tokens[len(prompt) :], scores))
+    return answers
+
+
+def _own_answers(folder: str, dtype: Literal["float32", "auto"]) -> tuple[Answers, str]:
+    from paceline.config import SamplingParams
+    from paceline.llm import LLM
+    from paceline.models.native.model import NativeModel
+    from paceline.models.torch.huggingface import HuggingFaceModel
+
+    llm = LLM(folder, dtype=dtype, max_batch_size=2, max_model_len=48, num_speculative_tokens=2)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=0)
+    answers = []
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        scores = [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
+        answers.append((list(output.outputs[0].token_ids), scores))
+    model = llm.engine.parts.target.model
+    kinds = {NativeModel: "kernels", HuggingFaceModel: "transformers"}
+    return answers, kinds.get(type(model), "torch")
+
+
+def _difference(wanted: Answers, found: Answers) -> str | None:
+    for (text, scores), (own_text, own_scores) in zip(wanted, found, strict=True):
+        worst = max(abs(a - b) for a, b in zip(scores, own_scores, strict=True))
+        if worst > TOLERANCE:
+            return f"a log probability differs by {worst:.2g}"
+        if text != own_text:
+            return f"the greedy text is {own_text}, transformers' is {text}"
+    return None
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _serve(connection: Connection) -> None:
+    warnings.simplefilter("ignore")
+    while True:
+        connection.send(tried(connection.recv()))
+
+
+def survey(types: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Try each type in a process that is replaced when it crashes or exceeds ``LIMIT_S``."""
+    context = multiprocessing.get_context("spawn")
+    results: dict[str, dict[str, Any]] = {}
+    worker: Any = None
+    for model_type in types:
+        if worker is None:
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_serve, args=(theirs,), daemon=True)
+            worker.start()
+            theirs.close()
+        ours.send(model_type)
+        try:
+            results[model_type] = ours.recv() if ours.poll(LIMIT_S) else {"state": "untried", "reason": "too slow"}
+        except EOFError:
+            results[model_type] = {"state": "untried", "reason": "the process ended"}
+        if results[model_type].get("reason") in ("too slow", "the process ended"):
+            worker.kill()
+            worker = None
+        print(f"{model_type}: {results[model_type]}", flush=True)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Survey the types and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="model types, separated by commas")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    import transformers
+
+    results = survey(options.only.split(",") if options.only else model_types())
+    print(dict(Counter(result["state"] for result in results.values())))
+    if options.output:
+        document = {"transformers": transformers.__version__, "vocabulary": VOCABULARY, "types": results}
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
