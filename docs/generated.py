@@ -205,8 +205,9 @@ def _columns(alike: list[Family]) -> Iterator[str]:
     assert spec is not None, "the usual configuration of a family runs"
     about = sys.modules[family.describe.__module__].__doc__ or ""
     yield about.splitlines()[0].removesuffix(".")
-    yield ", ".join(f"`{name}`" for each in alike for name in (each.model_type, *each.wrapped_by))
-    yield ", ".join(f"`{each.gguf.architecture}`" for each in alike if each.gguf is not None) or "-"
+    yield ", ".join(f"`{name}`" for each in alike for name in (each.model_type, *each.other_types))
+    architectures = (name for each in alike if each.gguf is not None for name in each.gguf.architectures)
+    yield ", ".join(f"`{name}`" for name in architectures) or "-"
     try:
         check_description(spec)
     except ModelFormatError as error:

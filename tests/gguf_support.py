@@ -29,7 +29,8 @@ def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> g
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers + more_layers)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFValueType
+from gguf import GGUFValueType, RopeScalingType
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -150,7 +150,7 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
     config, family = theirs.config, FAMILIES[theirs.config.model_type]
     form = family.gguf
     assert form is not None
-    writer = begun(path, form.architecture, config)
+    writer = begun(path, form.architectures[0], config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -167,7 +167,15 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         ("residual_scale", "residual_multiplier"), ("logit_scale", "logits_scaling"),
     ):  # fmt: skip
         if hasattr(config, field):
-            writer.add_float32(f"{form.architecture}.{key}", getattr(config, field))
+            writer.add_float32(f"{form.architectures[0]}.{key}", getattr(config, field))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
         writer.add_tensor("rope_freqs.weight", (plain / theirs.model.rotary_emb.inv_freq).numpy())
@@ -211,6 +219,7 @@ _IN_GGUF = [
     "smollm3",
     "exaone4 with windows",
     "exaone4",
+    "ministral3",
 ]
 
 

@@ -11,7 +11,7 @@ import paceline
 from paceline.models.families import FAMILIES, GGUF_FAMILIES
 
 SOURCE = Path(paceline.__file__).parent
-NAMES = {*FAMILIES, *GGUF_FAMILIES, *(name for family in FAMILIES.values() for name in family.wrapped_by)}
+NAMES = {*FAMILIES, *GGUF_FAMILIES, *(name for family in FAMILIES.values() for name in family.other_types)}
 
 # Comparisons with these names that are not of a model's family, by file.
 OTHER_MEANINGS = {

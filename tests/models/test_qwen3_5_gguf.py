@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gguf_support import begun, finish
+from models.test_sinks_and_shared_experts import _qwen3_5_moe
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
@@ -44,6 +45,13 @@ _NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.gate.": "ffn_gate_inp.",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -68,6 +76,8 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
     values = values.squeeze(1) if "conv1d" in name else values
     if "in_proj_qkv" in name or "conv1d" in name:
         return torch.cat([values[:keys], in_turns(values[keys:], shape, 0, width)])
+    if "shared_expert_gate" in name:
+        return values[0]  # llama.cpp has a vector
     if "in_proj_z" in name:
         return in_turns(values, shape, 0, width)
     if "out_proj" in name:
@@ -80,7 +90,13 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
 
 
 def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Path:
-    writer = begun(path, "qwen35", config, heads)
+    architecture = "qwen35moe" if hasattr(config, "num_experts") else "qwen35"
+    writer = begun(path, architecture, config, heads)
+    if architecture == "qwen35moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -90,8 +106,8 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    writer.add_uint32("qwen35.full_attention_interval", 1 + config.layer_types.index("full_attention"))
-    writer.add_uint32("qwen35.nextn_predict_layers", heads)
+    writer.add_uint32(f"{architecture}.full_attention_interval", 1 + config.layer_types.index("full_attention"))
+    writer.add_uint32(f"{architecture}.nextn_predict_layers", heads)
     writer.add_token_list([str(token) for token in range(VOCAB)])
     for name, values in tensors.items():
         ours = name
@@ -103,10 +119,10 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
     return path
 
 
-@pytest.mark.parametrize("sizes", ["grouped", "alone"])
-def test_a_gguf_file_gives_the_weights_of_its_original(sizes: str, tmp_path: Path) -> None:
-    shape = SIZES["grouped"] if sizes == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
-    theirs = tiny_qwen3_5(2, **shape)
+@pytest.mark.parametrize("kind", ["grouped", "alone", "experts"])
+def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path) -> None:
+    shape = SIZES["grouped"] if kind == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
+    theirs = _qwen3_5_moe() if kind == "experts" else tiny_qwen3_5(2, **shape)
     path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
     found, original = open_checkpoint(path), open_checkpoint(theirs)
     assert found is not None

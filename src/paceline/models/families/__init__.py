@@ -37,6 +37,7 @@ from paceline.models.families import (
     smollm3,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
+from paceline.models.families.wrappers import WRAPPERS, in_wrapper
 
 _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
@@ -45,18 +46,18 @@ _MODULES = (
     *(granitemoehybrid, lfm2),
 )
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (*(module.FAMILY for module in _MODULES), qwen3_5.TEXT_FAMILY, qwen3_5_moe.TEXT_FAMILY)
-}
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By Hugging Face's model_type."""
 
 GGUF_FAMILIES: dict[str, Family] = {
-    family.gguf.architecture: family for family in FAMILIES.values() if family.gguf is not None
+    architecture: family
+    for family in FAMILIES.values()
+    if family.gguf is not None
+    for architecture in family.gguf.architectures
 }
 """By the architecture that GGUF files name."""
 
-_WRAPPED = {kind: family for family in FAMILIES.values() for kind in family.wrapped_by}
+_BY_TEXT = {kind: family for family in FAMILIES.values() for kind in (family.model_type, *family.other_types)}
 
 USUAL_NAMES = WeightNames(LLAMA_NAMES, prefixes=("model.",))
 """Names that models outside of ``FAMILIES`` have most often."""
@@ -75,8 +76,8 @@ def describe(config: PretrainedConfig | Mapping[str, Any]) -> DecoderSpec | None
     if getattr(text, "is_causal", True) is False:
         return None  # transformers' way to make a decoder bidirectional: its code is refused with that reason
     spec = family.describe(text)
-    if spec is not None and _is_headless(config):
-        spec = replace(spec, headless=True)
+    if spec is not None:
+        spec = replace(spec, family=family.model_type, headless=spec.headless or _is_headless(config))
     # transformers ties a multimodal model by the field of the whole; a stored head that differs is found in the files
     tied = text is not config and getattr(config, "tie_word_embeddings", False)
     return replace(spec, tied=True) if spec is not None and tied else spec
@@ -90,7 +91,16 @@ def _is_headless(config: PretrainedConfig) -> bool:
 
 def family_of(config: PretrainedConfig) -> Family | None:
     """Return the family of a configuration, or of the text model of a multimodal one; None if it has none here."""
-    return FAMILIES.get(config.model_type) or _WRAPPED.get(config.model_type)
+    is_known = config.model_type in WRAPPERS or config.get_text_config() is config
+    return _BY_TEXT.get(config.get_text_config().model_type) if is_known else None
+
+
+def names_of(config: PretrainedConfig) -> WeightNames:
+    """Return the names of the weights in safetensors files and loaded models of a configuration."""
+    family = family_of(config)
+    if family is None:
+        return USUAL_NAMES
+    return in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
 
 
 def _parse(config: Mapping[str, Any]) -> PretrainedConfig:

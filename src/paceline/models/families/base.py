@@ -61,7 +61,7 @@ class ChangedTensor:
 class GGUFForm:
     """How llama.cpp stores a family in a GGUF file.
 
-    architecture: value of general.architecture; prefix of the family's metadata.
+    architectures: values of general.architecture; each is the prefix of its files' metadata.
     fields: metadata without that prefix, with vocab_size as the embedding has it, and rope_parameters -> fields of the
         Hugging Face configuration that ``gguf_config`` does not know or that differ.
     reads: metadata keys that change the computation and that ``fields`` takes into account.
@@ -72,7 +72,7 @@ class GGUFForm:
         tell.
     """
 
-    architecture: str
+    architectures: tuple[str, ...]
     names: WeightNames
     fields: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = _no_fields
     reads: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ class GGUFForm:
 class Family:
     """One family. model_type: Hugging Face's name of its configuration.
 
-    wrapped_by: model_type of multimodal configurations whose text model, alone, is of this family.
+    other_types: model_type of configurations of this family inside of multimodal ones, where it differs.
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
     has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
@@ -98,7 +98,7 @@ class Family:
     safetensors: WeightNames
     gguf: GGUFForm | None = None
     has_head: bool = False
-    wrapped_by: tuple[str, ...] = ()
+    other_types: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -142,6 +142,9 @@ GGUF_EXPERTS: Mapping[str, str] = {
     "blk.{}.ffn_up_exps": "layers.{}.experts_up",
     "blk.{}.ffn_down_exps": "layers.{}.experts_down",
 }
+
+GGUF_JOINED_EXPERTS: Mapping[str, str] = {"blk.{}.ffn_gate_up_exps": "layers.{}.experts_gate_up"}
+"""The gates and first matrices of all experts in one tensor, as newer converters write them."""
 
 NORMS_AFTER: Mapping[str, str] = {
     "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
@@ -244,7 +247,7 @@ def decoder_of(config: PretrainedConfig, layers: Iterable[LayerSpec], **fields: 
         "width": config.hidden_size,
         "max_positions": longest_sequence(config),
         "embed_width": config.hidden_size,
-        "tied": bool(config.tie_word_embeddings),
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),  # parts of multimodal ones may not say
     }
     norm = fields.pop("norm", None) or NormSpec("rms", config.rms_norm_eps)
     return DecoderSpec(layers=tuple(layers), norm=norm, **usual | fields)

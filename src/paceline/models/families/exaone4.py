@@ -36,7 +36,7 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)),
     GGUFForm(
-        "exaone4",
+        ("exaone4",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER}),
         fields=_fields,
         reads=frozenset({"attention.sliding_window"}),

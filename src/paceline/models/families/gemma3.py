@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,15 +72,13 @@ FAMILY = Family(
     _describe,
     WeightNames(
         {**LLAMA_NAMES, **_NORMS},
-        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-        ignored=re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+        prefixes=("model.",),
         plus_one=_PLUS_ONE,
     ),
     GGUFForm(
-        "gemma3",
+        ("gemma3",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER}),
         fields=_fields,
         reads=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
     ),
-    wrapped_by=("gemma3",),
 )

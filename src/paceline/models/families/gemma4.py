@@ -6,7 +6,6 @@ The mixture stands beside the MLP of every layer, each between norms of its own.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from paceline.models.description.weights import StoredTensor
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
     GGUF_EXPERTS,
+    GGUF_JOINED_EXPERTS,
     GGUF_NORMS_AFTER,
     LLAMA_GGUF_NAMES,
     LLAMA_NAMES,
@@ -90,7 +90,7 @@ def _attentions(config: PretrainedConfig) -> list[AttentionSpec] | None:
 def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) -> MLPSpec | ExpertsSpec:
     double = config.use_double_wide_mlp and attention.reads_layer is not None
     mlp = MLPSpec(config.intermediate_size * (2 if double else 1), activation)
-    if not config.enable_moe_block:
+    if not getattr(config, "enable_moe_block", False):  # the unified configuration has neither these nor token inputs
         return mlp
     return ExpertsSpec(
         config.num_experts,
@@ -105,14 +105,15 @@ def _mlp(config: PretrainedConfig, attention: AttentionSpec, activation: str) ->
 
 
 def _token_inputs(config: PretrainedConfig, activation: str) -> TokenInputsSpec | None:
-    width = config.hidden_size_per_layer_input
+    width = getattr(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
     return TokenInputsSpec(width, activation, width**0.5, config.hidden_size**-0.5, 2.0**-0.5)
 
 
 def _asks_for_more(config: PretrainedConfig) -> bool:
-    other_tokens = config.hidden_size_per_layer_input and config.vocab_size_per_layer_input != config.vocab_size
+    tables = getattr(config, "hidden_size_per_layer_input", 0)
+    other_tokens = tables and config.vocab_size_per_layer_input != config.vocab_size
     return bool(config.use_bidirectional_attention == "all" or other_tokens)
 
 
@@ -168,7 +169,7 @@ _GGUF_NAMES = {
     **LLAMA_GGUF_NAMES,
     **GGUF_NORMS_AFTER,
     **GGUF_EXPERTS,
-    "blk.{}.ffn_gate_up_exps": "layers.{}.experts_gate_up",
+    **GGUF_JOINED_EXPERTS,
     "blk.{}.ffn_down_exps.scale": "layers.{}.experts_scale.weight",
     "blk.{}.ffn_gate_inp.scale": "layers.{}.router_norm.weight",
     "blk.{}.pre_ffw_norm_2": "layers.{}.experts_norm",
@@ -230,17 +231,13 @@ ASSISTANT_NAMES = WeightNames(_NAMES, prefixes=("model.",))
 FAMILY = Family(
     "gemma4_text",
     _describe,
-    WeightNames(
-        _NAMES,
-        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-        ignored=re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
-    ),
+    WeightNames(_NAMES, prefixes=("model.",)),
     GGUFForm(
-        "gemma4",
+        ("gemma4",),
         WeightNames(_GGUF_NAMES),
         fields=_fields,
         reads=frozenset({"attention.sliding_window", "final_logit_softcapping", "expert_count"}),
         adapt=_adapt,
     ),
-    wrapped_by=("gemma4",),
+    other_types=("gemma4_unified_text",),
 )

@@ -30,7 +30,8 @@ _FIELDS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_NEEDED = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+_NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
+_WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of experts may have the second alone
 
 # Limits that keep a damaged header from allocating large memory: no model is wider or has more experts, and each layer
 # has own tensors. The least value of the second ones is 0: a layer, or the model, has none.
@@ -38,7 +39,7 @@ _SIZES = (
     *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
-    *("shortconv.l_cache", "expert_feed_forward_length"),
+    *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
@@ -63,6 +64,7 @@ _REFUSED = (
     "expert_count",
     "attention.sliding_window",
     "attention.scale",
+    "attention.temperature_scale",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "rope.scaling.attn_factor",
@@ -126,7 +128,7 @@ def form(file: GGUFFile) -> GGUFForm:
 
 def _metadata(file: GGUFFile) -> dict[str, Any]:
     """Return the metadata of the architecture, without its name in the keys."""
-    prefix = f"{form(file).architecture}."
+    prefix = f"{file.metadata['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
 
 
@@ -137,7 +139,8 @@ def _fields(file: GGUFFile) -> dict[str, Any]:
     """
     check(file)
     found = _metadata(file)
-    if missing := [key for key in _NEEDED if key not in found]:
+    missing = [key for key in _NEEDED if key not in found]
+    if missing := missing + [key for key in _WIDTHS[:1] if not found.keys() & set(_WIDTHS)]:
         raise ModelFormatError(f"{file.path}: the metadata lack {', '.join(missing)}")
     _check_sizes(file, found)
     return found

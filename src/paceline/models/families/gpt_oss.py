@@ -67,7 +67,7 @@ _GGUF_NAMES = {
     "blk.{}.attn_sinks": "layers.{}.sinks",
 }
 _FORM = GGUFForm(
-    "gpt-oss",
+    ("gpt-oss",),
     WeightNames(_GGUF_NAMES),
     fields=_gguf_fields,
     reads=frozenset({"expert_count", "attention.sliding_window"}),

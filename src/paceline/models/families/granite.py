@@ -43,5 +43,6 @@ FAMILY = Family(
     "granite",
     describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm("granite", WeightNames(LLAMA_GGUF_NAMES), fields=_fields, reads=frozenset(_MULTIPLIERS), paired=True),
+    GGUFForm(("granite",), WeightNames(LLAMA_GGUF_NAMES), fields=_fields, reads=frozenset(_MULTIPLIERS), paired=True),
+    other_types=("granite4_vision_text",),
 )

@@ -96,7 +96,7 @@ _GGUF_NAMES = {
     "blk.{}.shortconv.conv": "layers.{}.conv",
     "blk.{}.shortconv.out_proj": "layers.{}.o",
 }
-_FORM = GGUFForm("lfm2", WeightNames(_GGUF_NAMES), fields=_gguf_fields, adapt=_with_groups)
+_FORM = GGUFForm(("lfm2",), WeightNames(_GGUF_NAMES), fields=_gguf_fields, adapt=_with_groups)
 _USUAL = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}  # of 350M to 1.2B parameters
 
 FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)

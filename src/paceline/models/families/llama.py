@@ -17,5 +17,5 @@ FAMILY = Family(
     "llama",
     _describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm("llama", WeightNames(LLAMA_GGUF_NAMES), paired=True),
+    GGUFForm(("llama",), WeightNames(LLAMA_GGUF_NAMES), paired=True),
 )

@@ -26,5 +26,5 @@ FAMILY = Family(
     "olmo2",
     _describe,
     WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)),
-    GGUFForm("olmo2", WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER})),
+    GGUFForm(("olmo2",), WeightNames({**LLAMA_GGUF_NAMES, **GGUF_NORMS_AFTER})),
 )

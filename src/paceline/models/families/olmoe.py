@@ -33,7 +33,7 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",)),
     GGUFForm(
-        "olmoe",
+        ("olmoe",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}),
         fields=gguf_expert_fields,
         reads=frozenset({"expert_count"}),

@@ -33,7 +33,7 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **_FUSED}, prefixes=("model.",)),
     GGUFForm(
-        "phi3",
+        ("phi3",),
         WeightNames({**LLAMA_GGUF_NAMES, **_GGUF_FUSED}),
         fields=_fields,
         reads=frozenset({"attention.sliding_window"}),

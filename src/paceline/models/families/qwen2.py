@@ -14,5 +14,9 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 
 FAMILY = Family(
-    "qwen2", _describe, WeightNames(LLAMA_NAMES, prefixes=("model.",)), GGUFForm("qwen2", WeightNames(LLAMA_GGUF_NAMES))
+    "qwen2",
+    _describe,
+    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
+    GGUFForm(("qwen2", "qwen2vl"), WeightNames(LLAMA_GGUF_NAMES)),
+    other_types=("qwen2_vl_text", "qwen2_5_vl_text"),
 )

@@ -14,5 +14,9 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 
 FAMILY = Family(
-    "qwen3", _describe, WeightNames(LLAMA_NAMES, prefixes=("model.",)), GGUFForm("qwen3", WeightNames(LLAMA_GGUF_NAMES))
+    "qwen3",
+    _describe,
+    WeightNames(LLAMA_NAMES, prefixes=("model.",)),
+    GGUFForm(("qwen3", "qwen3vl"), WeightNames(LLAMA_GGUF_NAMES)),
+    other_types=("qwen3_vl_text",),
 )

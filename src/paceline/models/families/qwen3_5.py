@@ -17,32 +17,30 @@ _NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"})  # sto
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    return describe(config, MLPSpec(config.get_text_config().intermediate_size))
+    return describe(config, MLPSpec(config.intermediate_size))
 
 
 def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpec | None:
     """Describe a model with this MLP in every layer; None if a configuration asks for more."""
-    text = config.get_text_config()
-    rotary = rotary_of(text)
-    if rotary is None or text.attention_bias or not {"full_attention"} <= set(text.layer_types) <= _KINDS:
+    rotary = rotary_of(config)
+    if rotary is None or config.attention_bias or not {"full_attention"} <= set(config.layer_types) <= _KINDS:
         return None
-    if ACTIVATION_NAMES.get(text.hidden_act) != "silu":
+    if ACTIVATION_NAMES.get(config.hidden_act) != "silu":
         return None
-    heads = text.num_attention_heads, text.num_key_value_heads, head_dim(text)
-    eps = text.rms_norm_eps
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    eps = config.rms_norm_eps
     attention = AttentionSpec(*heads, rotary=rotary, qk_norm="head", qk_norm_eps=eps, gated=True)
     delta = DeltaNetSpec(
-        text.linear_num_key_heads,
-        text.linear_num_value_heads,
-        text.linear_key_head_dim,
-        text.linear_value_head_dim,
-        text.linear_conv_kernel_dim,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
         eps,
     )
-    mixers = (delta if kind == "linear_attention" else attention for kind in text.layer_types)
-    tied = bool(config.tie_word_embeddings or text.tie_word_embeddings)  # a head that differs is found in the files
-    family = config.model_type.removesuffix("_text")
-    return decoder_of(text, (LayerSpec(mixer, mlp) for mixer in mixers), family=family, tied=tied)
+    mixers = (delta if kind == "linear_attention" else attention for kind in config.layer_types)
+    tied = bool(config.tie_word_embeddings)  # a head that differs is found in the files
+    return decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), tied=tied)
 
 
 NAMES = WeightNames(
@@ -58,10 +56,9 @@ NAMES = WeightNames(
         "layers.{}.linear_attn.norm": "layers.{}.delta_norm",
         "layers.{}.linear_attn.out_proj": "layers.{}.o",
     },
-    prefixes=("model.language_model.", "model."),
-    ignored=re.compile(r"(mtp|model\.visual)\..*|.*rotary_emb\.inv_freq"),
+    prefixes=("model.",),
+    ignored=re.compile(r"mtp\..*|.*rotary_emb\.inv_freq"),
     plus_one=_NORMS,
 )
 
-TEXT_FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, has_head=True)
-FAMILY = Family("qwen3_5", _describe, NAMES, has_head=True)
+FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, has_head=True)

@@ -1,4 +1,4 @@
-"""How llama.cpp stores Qwen3.5 in GGUF files (architecture qwen35).
+"""How llama.cpp stores Qwen3.5 in GGUF files (architectures qwen35 and, with experts, qwen35moe).
 
 Its value heads are ordered so that those of one key head lie apart, decays are stored as -exp(A_log), and all norms
 around 1. The draft head is one more block behind the layers, with tensors named ``nextn``.
@@ -7,6 +7,7 @@ around 1. The draft head is one more block behind the layers, with tensors named
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor
 from paceline.models.description.spec import DecoderSpec, DeltaNetSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
-from paceline.models.families.base import LLAMA_GGUF_NAMES, ChangedTensor, GGUFForm
+from paceline.models.families.base import (
+    GGUF_EXPERTS,
+    GGUF_JOINED_EXPERTS,
+    LLAMA_GGUF_NAMES,
+    ChangedTensor,
+    GGUFForm,
+    gguf_expert_fields,
+)
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,8 +85,18 @@ def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, 
         shape = stored.shape
         if part == "ssm_conv1d.weight":
             shape = (shape[0], 1, *shape[1:])
+        if part == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
+            shape, change = (1, *shape), torch.clone
         found[name] = stored if change is None else ChangedTensor(stored, shape, change)
     return found
+
+
+def _expert_fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    widths = {
+        "moe_intermediate_size": metadata["expert_feed_forward_length"],
+        "shared_expert_intermediate_size": metadata["expert_shared_feed_forward_length"],
+    }
+    return _fields(metadata, rope) | gguf_expert_fields(metadata, rope) | widths
 
 
 _HEAD = {
@@ -115,7 +133,7 @@ def _head(tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, StoredT
 
 
 FORM = GGUFForm(
-    "qwen35",
+    ("qwen35",),
     WeightNames(
         {
             **LLAMA_GGUF_NAMES,
@@ -134,4 +152,19 @@ FORM = GGUFForm(
     fields=_fields,
     adapt=_adapt,
     head=_head,
+)
+
+_SHARED_EXPERT = {
+    "blk.{}.ffn_gate_inp_shexp": "layers.{}.shared_gate",
+    "blk.{}.ffn_gate_shexp": "layers.{}.gate",
+    "blk.{}.ffn_up_shexp": "layers.{}.up",
+    "blk.{}.ffn_down_shexp": "layers.{}.down",
+}
+FORM_WITH_EXPERTS = replace(
+    FORM,
+    architectures=("qwen35moe",),
+    names=WeightNames({**FORM.names.parts, **GGUF_EXPERTS, **GGUF_JOINED_EXPERTS, **_SHARED_EXPERT}),
+    fields=_expert_fields,
+    reads=frozenset({"expert_count"}),
+    head=None,
 )

@@ -9,16 +9,16 @@ from transformers import PretrainedConfig
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec, MLPSpec
 from paceline.models.families import qwen3_5
 from paceline.models.families.base import EXPERTS, Family
+from paceline.models.families.qwen3_5_gguf import FORM_WITH_EXPERTS
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    text = config.get_text_config()
     experts = ExpertsSpec(
-        text.num_experts,
-        text.num_experts_per_tok,
-        MLPSpec(text.moe_intermediate_size),
+        config.num_experts,
+        config.num_experts_per_tok,
+        MLPSpec(config.moe_intermediate_size),
         normalised=True,
-        shared=MLPSpec(text.shared_expert_intermediate_size),
+        shared=MLPSpec(config.shared_expert_intermediate_size),
         shared_gate=True,
     )
     return qwen3_5.describe(config, experts)
@@ -32,5 +32,4 @@ _SHARED = {
 }
 _NAMES = replace(qwen3_5.NAMES, parts={**qwen3_5.NAMES.parts, **EXPERTS, **_SHARED})
 
-TEXT_FAMILY = Family("qwen3_5_moe_text", _describe, _NAMES)
-FAMILY = Family("qwen3_5_moe", _describe, _NAMES)
+FAMILY = Family("qwen3_5_moe_text", _describe, _NAMES, FORM_WITH_EXPERTS)

@@ -12,6 +12,7 @@ from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import (
     EXPERTS,
     GGUF_EXPERTS,
+    GGUF_JOINED_EXPERTS,
     LLAMA_GGUF_NAMES,
     LLAMA_NAMES,
     Family,
@@ -25,10 +26,10 @@ from paceline.models.families.base import (
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     spec = llama_like(config, qk_norm="head", **biases_of(config))
-    if spec is None or config.mlp_only_layers or config.decoder_sparse_step != 1:
+    if spec is None or config.mlp_only_layers or getattr(config, "decoder_sparse_step", 1) != 1:
         return None
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
-    return with_experts(spec, *sizes, normalised=bool(config.norm_topk_prob))
+    return with_experts(spec, *sizes, normalised=bool(getattr(config, "norm_topk_prob", True)))  # Qwen3-VL always does
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +42,10 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",)),
     GGUFForm(
-        "qwen3moe", WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS}), fields=_fields, reads=frozenset({"expert_count"})
+        ("qwen3moe", "qwen3vlmoe"),
+        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS, **GGUF_JOINED_EXPERTS}),
+        fields=_fields,
+        reads=frozenset({"expert_count"}),
     ),
+    other_types=("qwen3_vl_moe_text",),
 )

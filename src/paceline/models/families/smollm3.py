@@ -19,5 +19,5 @@ FAMILY = Family(
     "smollm3",
     _describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm("smollm3", WeightNames(LLAMA_GGUF_NAMES), paired=True),
+    GGUFForm(("smollm3",), WeightNames(LLAMA_GGUF_NAMES), paired=True),
 )

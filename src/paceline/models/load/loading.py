@@ -19,7 +19,7 @@ from paceline.models.description.checkpoint import Checkpoint, as_stored
 from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families import FAMILIES, USUAL_NAMES, describe, family_of, gguf_config
+from paceline.models.families import FAMILIES, describe, family_of, gguf_config, names_of
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.files.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.files.boundary import Source as Source
@@ -46,7 +46,7 @@ def open_checkpoint(source: ResolvedSource) -> Checkpoint | None:
             return None
         stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in source.state_dict().items()}
         spec = replace(spec, headless=lacks_head(source))
-        return Checkpoint.of(name_of(source), spec, _names(source.config), stored)
+        return Checkpoint.of(name_of(source), spec, names_of(source.config), stored)
     spec, names, tensors = _opened(source)
     return None if spec is None else Checkpoint.of(str(source), spec, names, tensors)
 
@@ -155,7 +155,7 @@ def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
     if not (path / "config.json").is_file():
         return {}
     config, scheme = _unquantised_config(path)
-    family = FAMILIES.get(config.model_type)
+    family = family_of(config)
     if family is None or not family.has_head:
         return {}
     stored = _stored(path, scheme)
@@ -224,12 +224,7 @@ def _opened(path: Path) -> tuple[DecoderSpec | None, WeightNames, Mapping[str, w
             f"{path} is a quantised model ({scheme.name}) of the type {config.model_type!r}, of which only original "
             f"weights can be run; quantised ones are read for {', '.join(FAMILIES)}"
         )
-    return described, _names(config), stored
-
-
-def _names(config: PretrainedConfig) -> WeightNames:
-    family = family_of(config)
-    return USUAL_NAMES if family is None else family.safetensors
+    return described, names_of(config), stored
 
 
 @reads_model

@@ -1,0 +1,35 @@
+"""Multimodal checkpoints, whose text part is a decoder of a family: the other parts are neither read nor run.
+
+A text without images or sounds has the same position on every rotary axis (``mrope_section``), so it is computed as by
+the family itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from paceline.models.description.weight_names import WeightNames
+
+WRAPPERS = frozenset(
+    {
+        *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "granite4_vision", "idefics3", "internvl", "lfm2_vl"),
+        *("llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "qwen2_vl", "qwen2_5_vl"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+    }
+)
+"""model_type of the configurations whose text part was compared with transformers' own answers to texts."""
+
+_PREFIXES = tuple(
+    f"{whole}{part}.{model}"
+    for whole in ("model.", "")
+    for part in ("language_model", "text_model")
+    for model in ("model.", "")
+)
+_NOT_TEXT = re.compile(rf"(?!({'|'.join(map(re.escape, _PREFIXES))}|lm_head\.|model\.(embed_tokens|layers|norm)\.)).*")
+
+
+def in_wrapper(names: WeightNames) -> WeightNames:
+    """Return the names of a family's weights in multimodal checkpoints, where all other tensors are ignored."""
+    ignored = re.compile(f"{_NOT_TEXT.pattern}|{names.ignored.pattern}")
+    return replace(names, prefixes=(*_PREFIXES, *names.prefixes), ignored=ignored)
