@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -212,13 +213,14 @@ CASES = [(kinds[number % len(kinds)], way) for number, (way, kinds) in enumerate
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
-    return {kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """Makes a subject of a kind, once; a process that runs some of the tests needs some of them."""
+    return functools.cache(lambda kind: subject_of(kind, 0, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_answers_equal_transformers_own_greedy_decoding(kind: str, way: str, subjects: dict[str, Subject]) -> None:
-    ways_of(kind)[way](subjects[kind])
+def test_answers_equal_transformers_own_greedy_decoding(kind: str, way: str, subject: Callable[[str], Subject]) -> None:
+    ways_of(kind)[way](subject(kind))
 
 
 @pytest.mark.slow
