@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.chat.families import FORMATS, ChatFormat, chat_format
+from paceline.chat.parser import MessageWriter
 from paceline.chat.thinking import KNOWN
 from paceline.chat.values import (
     AssistantMessage,
     MessageEvent,
+    TextDelta,
     ToolCallArgumentsDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -427,3 +429,11 @@ def test_a_strict_call_in_a_syntax_of_its_own_obeys_its_schema_or_is_text(
     message = of_strict(kind, f"Look.\n{answer}", step)
     assert [json.loads(call.arguments) for call in message.tool_calls] == ([] if arguments is None else [arguments])
     assert message.text == ("Look." if arguments is not None else f"Look.\n{answer}")
+
+
+def test_white_space_before_a_call_is_left_out_of_the_text_after_it() -> None:
+    writer = MessageWriter()
+    writer.text("before \n")
+    writer.whole_call("f", "{}")
+    writer.text("after")
+    assert [event.text for event in writer.take() if isinstance(event, TextDelta)] == ["before", "after"]
