@@ -551,9 +551,11 @@ def test_answers_equal_plain_decoding(
     """Under the rejection rule draft tokens with distributions change sampled answers, and no greedy one."""
     engine = engine_in(place, drafter, length, family, acceptance=rule, max_batch_size=rows, prefill_chunk=chunk)
     rounds_by = count_native_rounds(engine) if place in IN_ONE_CALL and "assistant" not in drafter else None
-    found, alone = answers(run(engine, PROMPTS, PARAMS[family])), plain(PLACES[place][0], family)
-    for params, answer, expected in zip(PARAMS[family], found, alone, strict=True):
+    outputs, alone = run(engine, PROMPTS, PARAMS[family]), plain(PLACES[place][0], family)
+    for params, output, answer, expected in zip(PARAMS[family], outputs, answers(outputs), alone, strict=True):
         assert answer == expected or (rule == "rejection" and drafter not in CERTAIN and not params.greedy)
+        most = params.num_speculative_tokens  # of each round
+        assert most is None or all(own.metrics.drafted <= most * own.metrics.rounds for own in output.candidates)
     if rounds_by is not None and rule == "coupled":  # rows of some families need rounds by the host
         assert rounds_by["natively"] > 0 or family in ("everything", "processed") or rows > 4
         assert family != "greedy" or not rounds_by["by the host"]
