@@ -54,9 +54,8 @@ def seen(
         for row, tokens in enumerate(gains):
             text[row, lengths[row] : lengths[row] + len(tokens)] = torch.tensor(tokens)
             lengths[row] += len(tokens)
-        host = SimpleNamespace(tokens=[[*tokens, 99] for tokens in gains], gained=[len(tokens) for tokens in gains])
         batch: Any = SimpleNamespace(text=text, slots=list(range(len(prompts))), lengths=list(lengths))
-        verdict: Any = SimpleNamespace(host=host)
+        verdict: Any = SimpleNamespace(tokens=[[*tokens, 99] for tokens in gains], gained=[*map(len, gains)])
         vocabulary.observe(batch, verdict)
 
 

@@ -19,7 +19,6 @@ from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.files.fingerprint import model_hash
-from paceline.models.load.prepare import why_not_native
 from paceline.models.native.model import NativeModel
 
 
@@ -105,6 +104,8 @@ class EngineDescription:
         target = self.models.target
         if isinstance(target, FlatModel):
             return "native (ragged, batch-invariant)"
+        from paceline.models.load.prepare import why_not_native  # which reads files: engines alone need no gguf
+
         reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
         return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")

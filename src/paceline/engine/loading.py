@@ -128,14 +128,13 @@ def load_head(path: Path, source: Source, target: AnyModel, config: EngineConfig
 
 def _load(source: Source, config: EngineConfig, stages: LoadingStages, *, of_draft: bool = False) -> AnyModel:
     """Load a model for what runs it with these options."""
-    device, name = resolve_device(config.device), name_of(source)
-    stages.begin(f"reading {name}")
+    device = resolve_device(config.device)
     dtype = load_dtype(config, lambda: would_run_natively(source, device, config.attention), of_draft=of_draft)
     quantization = config.quantization
     if of_draft and config.draft_quantization != "same":
         quantization = config.draft_quantization
     options = ModelOptions(dtype, device, config.attention, quantization, config.deterministic)
-    return load(source, options, lambda: stages.begin(f"packing {name}"), stages.tell)
+    return load(source, options, stages.begin, stages.tell)
 
 
 def load_tokenizer(source: Source, tokenizer: TokenizerSource | None) -> Tokenizer | None:

@@ -310,7 +310,14 @@ def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
 
 def shapes(spec: DecoderSpec) -> dict[str, Tensor]:
     """Return the tensors that ``assemble`` would make for this description, on device "meta"."""
-    return {slot.target: torch.empty(slot.target_shape, device="meta") for slot in slots(spec).values()}
+    tensors = {}
+    for slot in slots(spec).values():
+        try:
+            tensors[slot.target] = torch.empty(slot.target_shape, device="meta")
+        except RuntimeError as error:  # a size below 0, or of more bytes than there are addresses
+            message = f"the weight {slot.target} has the shape {tuple(slot.target_shape)} by the configuration"
+            raise ModelFormatError(f"{message}, which is impossible") from error
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -59,22 +59,26 @@ def would_run_natively(source: Source, device: torch.device, attention: Attentio
 def load(
     source: Source,
     options: ModelOptions,
-    on_packing: Callable[[], None] = lambda: None,
+    begin: Callable[[str], None] = lambda _stage: None,
     tell: Callable[[float], None] | None = None,
 ) -> AnyModel:
     """Load a model for what runs it. Packed weights are read from the disk cache, or written to it.
 
-    on_packing: called before weights are packed. tell: called after each matrix with the share of them that is packed.
+    begin: called with the description of each stage of loading. tell: called after each matrix with the share of them
+        that is packed.
     Raises the errors of ``open_checkpoint``, and ParameterError if native kernels, a quantization or determinism were
     asked for and are not possible.
     """
     if not options.suit_kernels or options.quantization == "fp8":
-        return _load(source, options, on_packing, tell)
+        return _load(source, options, begin, tell)
     cached_file = packed_file(source, options.dtype, options.quantization)
+    if cached_file is not None and cached_file.path.exists():
+        begin(f"reading the packed weights of {name_of(source)}")
     if cached_file is not None and (packed := cached_file.load()) is not None:
         return packed
-    model = _load(source, options, on_packing, tell)
+    model = _load(source, options, begin, tell)
     if cached_file is not None and isinstance(model, NativeModel):
+        begin(f"writing the packed weights of {name_of(source)} to the cache")
         cached_file.save(model)
     return model
 
@@ -83,11 +87,15 @@ def load(
 def _load(
     source: ResolvedSource,
     options: ModelOptions,
-    on_packing: Callable[[], None],
+    begin: Callable[[str], None],
     tell: Callable[[float], None] | None,
 ) -> AnyModel:
     """Read the model's checkpoint. On CUDA, 8-bit weights and ``deterministic`` use Triton's matrix products."""
     checkpoint = open_checkpoint(source)
+    obstacle = _obstacle(None if checkpoint is None else checkpoint.spec, name_of(source), options)
+    obstacle = obstacle or (native.why_off() if native.select() is None else None)
+    packs = obstacle is None and options.attention in ("auto", "native")
+    begin(f"{'reading and packing' if packs else 'reading'} {name_of(source)}")
     if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
         model = in_torch(source, checkpoint, options.dtype, options.device)
         return _with_triton(model, options.quantization, options.deterministic)
@@ -96,12 +104,9 @@ def _load(
             allowed = f"None with attention={options.attention!r}; or attention='auto'"
             raise ParameterError("quantization", options.quantization, allowed)
         return in_torch(source, checkpoint, options.dtype, options.device)
-    obstacle = _obstacle(None if checkpoint is None else checkpoint.spec, name_of(source), options)
-    obstacle = obstacle or (native.why_off() if native.select() is None else None)
     if obstacle is None:
         assert checkpoint is not None
         assert options.quantization != "fp8"
-        on_packing()
         return NativeModel.of(checkpoint, options.dtype, quantization=options.quantization, tell=tell)
     if options.attention == "native" or options.quantization is not None:
         by_quantization = options.quantization is not None
