@@ -27,6 +27,7 @@ from typing import Any, Literal
 VOCABULARY = 384
 LIMIT_S = 120.0  # per model type; a shrunk model takes 2 to 10 s
 TOLERANCE = 1e-3  # of a log probability in float32
+BFLOAT16_TOLERANCE = 0.1  # where float32 is not run; four families in bfloat16 were off by 0.01 to 0.03
 
 # Fields of configurations by their usual names; a field that a class does not have is left out.
 SIZES: Mapping[str, Any] = {
@@ -135,15 +136,21 @@ def tried(model_type: str) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 (a shrunk configuration that a model does not take)
             return {"state": "untried", "reason": _short(error)}
         try:
-            found, _ = _own_answers(folder, "float32")
+            answers, _ = _own_answers(folder, "float32")
+            difference = _difference(wanted, answers, TOLERANCE, texts=True)
         except Exception as error:  # noqa: BLE001 (a refusal is a PacelineError; anything else is reported by its name)
-            return {"state": "refused", "reason": _short(error), "error": type(error).__name__}
-        if (difference := _difference(wanted, found)) is not None:
-            return {"state": "wrong", "reason": difference}
+            refusal, difference = error, None
+        else:
+            refusal = None
         try:
-            _, state = _own_answers(folder, "auto")
+            answers, state = _own_answers(folder, "auto")
         except Exception as error:  # noqa: BLE001
-            return {"state": "refused", "reason": f"in bfloat16: {_short(error)}", "error": type(error).__name__}
+            precision = "in bfloat16 only: " if refusal is None else ""
+            return {"state": "refused", "reason": precision + _short(error), "error": type(error).__name__}
+        if refusal is not None:  # only the CPU kernels run gpt-oss, and not in float32
+            difference = _difference(wanted, answers, BFLOAT16_TOLERANCE, texts=False)
+        if difference is not None:
+            return {"state": "wrong", "reason": difference}
     return {"state": state}
 
 
@@ -185,12 +192,13 @@ def _own_answers(folder: str, dtype: Literal["float32", "auto"]) -> tuple[Answer
     return answers, kinds.get(type(model), "torch")
 
 
-def _difference(wanted: Answers, found: Answers) -> str | None:
-    for (text, scores), (own_text, own_scores) in zip(wanted, found, strict=True):
+def _difference(wanted: Answers, own: Answers, tolerance: float, *, texts: bool) -> str | None:
+    """Return what differs beyond the tolerance; None if nothing does. texts: whether greedy texts must be equal."""
+    for (text, scores), (own_text, own_scores) in zip(wanted, own, strict=True):
         worst = max(abs(a - b) for a, b in zip(scores, own_scores, strict=True))
-        if worst > TOLERANCE:
+        if not worst <= tolerance:
             return f"a log probability differs by {worst:.2g}"
-        if text != own_text:
+        if texts and text != own_text:
             return f"the greedy text is {own_text}, transformers' is {text}"
     return None
 

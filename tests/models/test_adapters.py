@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from adapter_support import EVERY_LINEAR, write_adapter
 from model_support import FOREIGN, NATIVE, Runner, random_tokens, tiny
+from models.test_huggingface import _SIGHTED
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.load.adapters import AdapterRows, attach
@@ -212,6 +213,24 @@ def test_a_change_of_keys_that_are_also_values_changes_both(tmp_path: Path) -> N
     with torch.no_grad():
         assert (found - merged(tokens).logits).abs().max() < 1e-4
         assert (found - model(tokens).logits).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_an_adapter_of_a_multimodal_model_changes_its_text_model(tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **_SIGHTED)).eval()
+    theirs.save_pretrained(tmp_path / "model")
+    merged = write_adapter(tmp_path / "red", theirs, seed=1, modules=("gate_proj",))  # the text model's alone
+    ours = load_model(tmp_path / "model", dtype=torch.float32)
+    attach(ours, {"red": tmp_path / "red"}, describe_source(tmp_path / "model"))
+    assert isinstance(ours, Transformer)
+    assert ours.adapters is not None
+    tokens = random_tokens(1, 12)
+    ours.adapters.use([1])
+    found = Runner(ours, 1)(tokens, torch.arange(12)[None])
+    assert (found - merged(tokens).logits).abs().max() < 1e-3
+    assert (found - theirs(tokens).logits).abs().max() > 1e-2
 
 
 # Damaged files

@@ -19,6 +19,7 @@ from paceline.models.base import AnyModel
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weights import Slot, StoredTensor, check_finite, check_named_once, slots
 from paceline.models.families import FAMILIES
+from paceline.models.families.wrappers import in_wrapper
 from paceline.models.files.boundary import brief, reading
 from paceline.models.files.json_files import read_configuration
 from paceline.models.files.safetensors import open_safetensors
@@ -130,7 +131,7 @@ def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str,
     with reading(path):
         alpha, rooted = _settings(path)
         stored = open_safetensors(path / _WEIGHTS)
-        names = FAMILIES[spec.family].safetensors
+        names = in_wrapper(FAMILIES[spec.family].safetensors)  # adapters of multimodal models, and of text ones
         pairs = _pairs(stored, path / _WEIGHTS)
         ours = {module: names.ours(f"{module}.weight") or "" for module in pairs}
         check_named_once({module: our for module, our in ours.items() if our}, str(path / _WEIGHTS))
