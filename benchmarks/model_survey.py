@@ -13,9 +13,11 @@ refused (with the message), wrong (what differs), untried (transformers itself d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -58,7 +60,9 @@ SIZES: Mapping[str, Any] = {
     "sliding_window": 8,
 }
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+}
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _SECTIONS),
     "phimoe": {"sliding_window": 512},  # as long as its positions, as it is published
@@ -75,6 +79,9 @@ def shrunk(kind: type[Any]) -> dict[str, Any]:
     for name, part in getattr(kind, "sub_configs", {}).items():
         default = getattr(kind, "sub_configs_defaults", {}).get(name)
         fields[name] = _shrunk_part(part, default)
+    if "qk_rope_head_dim" in names:  # latent attention: each head has keys of its own, and a part of them is rotated
+        own = {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
+        fields |= {name: value for name, value in own.items() if name in names}
     return fields | dict(OVERRIDES.get(getattr(kind, "model_type", ""), {}))
 
 
@@ -135,13 +142,13 @@ def tried(model_type: str) -> dict[str, Any]:
             wanted = _transformers_answers(model)
         except Exception as error:  # noqa: BLE001 (a shrunk configuration that a model does not take)
             return {"state": "untried", "reason": _short(error)}
+        refusal: Exception | None = None
+        difference: str | None = None
         try:
             answers, _ = _own_answers(folder, "float32")
             difference = _difference(wanted, answers, TOLERANCE, texts=True)
         except Exception as error:  # noqa: BLE001 (a refusal is a PacelineError; anything else is reported by its name)
-            refusal, difference = error, None
-        else:
-            refusal = None
+            refusal = error
         try:
             answers, state = _own_answers(folder, "auto")
         except Exception as error:  # noqa: BLE001
@@ -204,13 +211,14 @@ def _difference(wanted: Answers, own: Answers, tolerance: float, *, texts: bool)
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(re.sub(r"/\S*/tmp\w+", "the model", str(error)).split())[:300]
 
 
 def _serve(connection: Connection) -> None:
     warnings.simplefilter("ignore")
-    while True:
-        connection.send(tried(connection.recv()))
+    with contextlib.suppress(EOFError):  # the survey has ended
+        while True:
+            connection.send(tried(connection.recv()))
 
 
 def survey(types: Sequence[str]) -> dict[str, dict[str, Any]]:
