@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -23,9 +27,10 @@ from transformers.modeling_layers import MtpModel
 
 from kernels.reference_model import ReferenceModel
 from model_support import packed
-from paceline.drafters.heads.mtp import own_head
+from paceline.drafters.heads.mtp import MtpHead, own_checkpoint, own_config
 from paceline.drafters.heads.native import NativeHead
 from paceline.models.description.weights import LoadedTensor
+from paceline.models.families import FAMILIES
 from paceline.models.load.loading import Source, load_model, open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import spec_of
@@ -92,6 +97,20 @@ def tiny_config(
 def tiny_qwen3_5(seed: int = 0, **sizes: Any) -> Qwen3_5ForCausalLM:
     """A random model, whose states decay slowly enough to matter."""
     return _randomised(Qwen3_5ForCausalLM, tiny_config(**sizes), seed)
+
+
+def tiny_mixture(kind: str, seed: int = 0, kinds: str = "ddf", **fields: Any) -> Any:
+    """A random model of Qwen's mixtures with gated delta nets. kind: its model_type."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"shared_expert_intermediate_size": 48, "hidden_size": 64, "head_dim": 16}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    heads |= {"linear_value_head_dim": 32}
+    given = _COMMON | _layers(kinds) | sizes | heads | {"tie_word_embeddings": False} | fields
+    config = AutoConfig.for_model(kind, **given)
+    return _randomised(AutoModelForCausalLM.from_config, config, seed)
+
+
+tiny_qwen3_5_moe = functools.partial(tiny_mixture, "qwen3_5_moe_text")
 
 
 def tiny_lfm2(
@@ -197,9 +216,11 @@ def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "in
     return on_kernels(tiny_qwen3_5(seed, **sizes), quantization)
 
 
-def theirs_with_head(seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def theirs_with_head(
+    seed: int = 0, make: Callable[..., PreTrainedModel] = tiny_qwen3_5, **sizes: Any
+) -> tuple[PreTrainedModel, MtpModel]:
     """A random model of transformers, and a draft head for it."""
-    model = tiny_qwen3_5(seed, **sizes)
+    model = make(seed, **sizes)
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -231,14 +252,19 @@ def tiny_mtp(target: NativeModel, seed: int = 0) -> NativeHead:
     """A random head for ``tiny_native_recurrent``."""
     model, head = theirs_with_head(seed)
     stored = {name: LoadedTensor(weight) for name, weight in head_state(head).items()}
-    shape = torch.empty(VOCAB, target.width, dtype=torch.bfloat16, device="meta")
-    own = own_head(model.config, stored, (shape, shape), "tiny")
+    config, names = own_config(model.config), FAMILIES[model.config.model_type].head
+    assert names is not None
+    weights = own_checkpoint(config, names, stored, "tiny").tensors(torch.bfloat16, torch.device("cpu"))
+    end = torch.empty(VOCAB, target.width, dtype=torch.bfloat16, device="meta")
+    own = MtpHead(config, weights, (end, end))
     return NativeHead(own, "tiny", (target.layers,), target.max_positions, quantization="int8", target=target)
 
 
-def save_with_head(path: Path, seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def save_with_head(
+    path: Path, seed: int = 0, make: Callable[..., PreTrainedModel] = tiny_qwen3_5, **sizes: Any
+) -> tuple[PreTrainedModel, MtpModel]:
     """Save ``theirs_with_head`` as checkpoints are published, with a tokenizer whose tokens are numbers."""
-    model, head = theirs_with_head(seed, **sizes)
+    model, head = theirs_with_head(seed, make, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     tensors |= head_state(head)

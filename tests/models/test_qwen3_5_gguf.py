@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gguf_support import begun, finish
-from models.test_sinks_and_shared_experts import _qwen3_5_moe
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
@@ -20,7 +20,7 @@ from paceline.drafters.heads.loading import find_head, has_own_head, load_head_f
 from paceline.errors import ModelFormatError
 from paceline.models.base import state_shape_of
 from paceline.models.load.loading import load_config, load_model, open_checkpoint
-from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
+from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5, tiny_qwen3_5_moe
 from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 
 _NAMES = {
@@ -55,11 +55,11 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "mtp.fc": "blk.3.nextn.eh_proj",
-    "mtp.pre_fc_norm_embedding": "blk.3.nextn.enorm",
-    "mtp.pre_fc_norm_hidden": "blk.3.nextn.hnorm",
-    "mtp.norm": "blk.3.nextn.shared_head_norm",
-    "mtp.layers.0": "blk.3",
+    "mtp.fc": "blk.{}.nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "blk.{}.nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "blk.{}.nextn.hnorm",
+    "mtp.norm": "blk.{}.nextn.shared_head_norm",
+    "mtp.layers.0": "blk.{}",
 }
 
 
@@ -112,17 +112,20 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
     for name, values in tensors.items():
         ours = name
         for theirs, called in _NAMES.items():
-            ours = ours.replace(theirs, called)
+            ours = ours.replace(theirs, called.format(config.num_hidden_layers))
         array = np.ascontiguousarray(converted(name, values, config).float().numpy())
         writer.add_tensor(ours, array, raw_dtype=gguf.GGMLQuantizationType.F32)
     finish(writer)
     return path
 
 
+MAKERS: dict[str, Callable[..., Any]] = {"dense": tiny_qwen3_5, "experts": tiny_qwen3_5_moe}
+
+
 @pytest.mark.parametrize("kind", ["grouped", "alone", "experts"])
 def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path) -> None:
     shape = SIZES["grouped"] if kind == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
-    theirs = _qwen3_5_moe() if kind == "experts" else tiny_qwen3_5(2, **shape)
+    theirs = tiny_qwen3_5_moe(2) if kind == "experts" else tiny_qwen3_5(2, **shape)
     path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
     found, original = open_checkpoint(path), open_checkpoint(theirs)
     assert found is not None
@@ -137,16 +140,17 @@ def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path
     assert not has_own_head(path)
 
 
-def write_apart(path: Path, seed: int) -> tuple[Path, Path]:
+def write_apart(path: Path, seed: int, kind: str = "dense") -> tuple[Path, Path]:
     """Write a model without its draft head, and the head in a file of its own."""
-    theirs, head = theirs_with_head(seed)
+    theirs, head = theirs_with_head(seed, MAKERS[kind])
     model = write(path / "model.gguf", theirs.state_dict(), theirs.config, 0)
     return model, write(path / "mtp-model.gguf", head_state(head), theirs.config, 1)
 
 
-def test_a_draft_head_in_a_file_of_its_own_is_that_of_the_original(tmp_path: Path) -> None:
-    save_with_head(tmp_path / "original", seed=4)
-    model, head = write_apart(tmp_path, seed=4)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_draft_head_in_a_file_of_its_own_is_that_of_the_original(kind: str, tmp_path: Path) -> None:
+    save_with_head(tmp_path / "original", 4, MAKERS[kind])
+    model, head = write_apart(tmp_path, 4, kind)
     assert not has_own_head(model)
     assert find_head(model) is None
     assert find_head(head) == head
@@ -186,13 +190,14 @@ def test_a_head_in_a_file_of_its_own_is_refused_by_name_for_other_models(tmp_pat
     damaged = write(
         tmp_path / "mtp-damaged.gguf", {"mtp.fc.weight": torch.zeros(4, 4)}, theirs_with_head(0)[0].config, 1
     )
-    with pytest.raises(ModelFormatError, match=r"mtp-damaged\.gguf.*missing, unknown or of another shape"):
+    with pytest.raises(ModelFormatError, match=r"mtp-damaged\.gguf: a qwen3_5_text draft head misses"):
         load_head_for(load_model(other, dtype=torch.float32), other, damaged, dtype=torch.float32)
 
 
-def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -> None:
-    theirs, head = theirs_with_head(4)
-    save_with_head(tmp_path, seed=4)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(kind: str, tmp_path: Path) -> None:
+    theirs, head = theirs_with_head(4, MAKERS[kind])
+    save_with_head(tmp_path, 4, MAKERS[kind])
     tensors = {**theirs.state_dict(), **head_state(head)}
     path = write(tmp_path / "model.gguf", tensors, theirs.config, 1)
     assert has_own_head(path)

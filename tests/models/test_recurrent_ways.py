@@ -19,7 +19,14 @@ from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import (
+    GRANITE_SIZES,
+    LFM2_SIZES,
+    save_with_head,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_qwen3_5_moe,
+)
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,6 +75,13 @@ def random_qwen3_5(chance: random.Random, seed: int, path: Path) -> Subject:
     return Subject(theirs, target, load_own_head(target, path), chance)
 
 
+def random_mixture(chance: random.Random, seed: int, path: Path) -> Subject:
+    """A Qwen3.5 with experts, with its head."""
+    theirs, _ = save_with_head(path, seed, tiny_qwen3_5_moe, kinds="".join(chance.sample("ddf", 3)))
+    target = load_model(path, dtype=torch.float32)
+    return Subject(theirs, target, load_own_head(target, path), chance)
+
+
 def random_lfm2(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_lfm2(seed, **chance.choice(list(LFM2_SIZES.values()))), chance, path)
 
@@ -96,7 +110,14 @@ def random_sizes(chance: random.Random) -> dict[str, Any]:
     }
 
 
-KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
+KINDS = {
+    "qwen3_5": random_qwen3_5,
+    "qwen3_5_moe": random_mixture,
+    "lfm2": random_lfm2,
+    "granite": random_granite,
+}
+WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
+WITH_EXPERTS = ("qwen3_5_moe",)  # which no device runs whole rounds of
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
@@ -196,11 +217,11 @@ def ways_with_head(**options: Any) -> dict[str, Way]:
 def ways_of(kind: str) -> dict[str, Way]:
     """All ways to run a kind of ``KINDS``."""
     found = ways() | {"n-gram, alone": decoded(1, "ngram"), "trees": along_trees}
-    on_device = ways(**ON_DEVICE)
-    if kind == "qwen3_5":
+    on_device = {} if kind in WITH_EXPERTS else ways(**ON_DEVICE)
+    if kind in WITH_OWN_HEAD:
         found |= ways_with_head()
         found["hybrid, in chunks"] = decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4)
-        on_device |= ways_with_head(**ON_DEVICE)
+        on_device |= {} if kind in WITH_EXPERTS else ways_with_head(**ON_DEVICE)
     return found | {f"{name}, on the device": way for name, way in on_device.items()}
 
 

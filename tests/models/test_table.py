@@ -21,14 +21,14 @@ from model_support import NATIVE, random_tokens, tiny
 from models.test_families import _written
 from models.test_lfm2_gguf import write as written_lfm2
 from models.test_qwen3_5_gguf import write as written_qwen3_5
-from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss, _qwen3_5_moe
+from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss
 from models.test_sinks_and_shared_experts import _written as written_gpt_oss
 from paceline import LLM, SamplingParams
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.models.families import FAMILIES
 from paceline.models.load.loading import load_model
-from recurrent_support import reference_of, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import reference_of, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5, tiny_qwen3_5_moe
 from toy import answers, make_engine
 from toy import run as run_engine
 
@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4 with experts": functools.partial(tiny_gemma4, **SIZES["experts"]),
     "gpt_oss": functools.partial(_gpt_oss, **_PUBLISHED),
     "qwen3_5": tiny_qwen3_5,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_moe": tiny_qwen3_5_moe,
     "lfm2": tiny_lfm2,
     "granitemoehybrid": tiny_granite_hybrid,
     "opt": functools.partial(of_table, "opt"),

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.errors import ModelFormatError
-from paceline.models.description.spec import DecoderSpec
-from paceline.models.families import describe
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec
+from paceline.models.families import FAMILIES, describe
 from paceline.models.files.boundary import brief
 
 Layout = Literal["speculators", "flat"]
@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
-_OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
+# model_type of targets whose checkpoints have a head of their own
+_OWN = tuple(kind for kind, family in FAMILIES.items() if family.head is not None)
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last two are paceline's own
     "eagle3": "Eagle3Speculator",
@@ -86,7 +87,8 @@ class HeadConfig:
         decoder = self.decoder
         if not decoder.layers:
             raise ModelFormatError("the head's configuration has no layers")
-        attention, inner = decoder.layers[0].attention, decoder.layers[0].dense.width
+        attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+        inner = (mlp.expert if isinstance(mlp, ExpertsSpec) else mlp).width
         sizes = (decoder.width, inner, attention.heads, attention.kv_heads, attention.head_dim)
         wrong = {
             "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
@@ -119,7 +121,7 @@ class HeadConfig:
         decoder = describe(self.transformer)
         if decoder is None:
             raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
-        return decoder
+        return replace(decoder, mtp=True) if self.own else decoder
 
     @property
     def width(self) -> int:

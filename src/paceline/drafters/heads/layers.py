@@ -38,8 +38,7 @@ class _HeadAttention(nn.Module):
         super().__init__()
         shape = config.decoder.layers[index].attention
         self.index, self.window, self.dim = index, shape.window, shape.head_dim
-        self.gated = shape.gated  # each head's gate lies behind its query
-        self.q_proj = nn.Linear(read, shape.query_width * (1 + shape.gated), bias=shape.bias)
+        self.q_proj = nn.Linear(read, shape.query_width, bias=shape.bias)
         self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
         self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
         self.o_proj = nn.Linear(shape.query_width, config.width, bias=shape.output_bias)
@@ -48,11 +47,9 @@ class _HeadAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        q, gate = (q[..., ::2, :], q[..., 1::2, :].flatten(2)) if self.gated else (q, None)
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         out = attend(self.index, *(part.transpose(1, 2) for part in (q, k, v)), window=self.window)
-        out = out.transpose(1, 2).flatten(2)
-        return cast(Tensor, self.o_proj(out if gate is None else out * gate.sigmoid()))
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
 class _MLP(nn.Module):

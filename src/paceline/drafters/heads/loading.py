@@ -17,16 +17,18 @@ from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_con
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.mtp import PREFIX, own_head
+from paceline.drafters.heads.mtp import MtpHead, own_checkpoint, own_config
 from paceline.drafters.heads.native import NativeHead, obstacle_of_head
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.families import FAMILIES
 from paceline.models.families.gguf_config import is_head_alone
 from paceline.models.files.boundary import Source, is_loaded, name_of
 from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.hub import resolve
 from paceline.models.load.loading import head_tensors, load_config, load_embedding, load_output
+from paceline.models.native.matrices import Outcome, unread_weights
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.linear import Dense
 from paceline.models.torch.transformer import Transformer
@@ -98,7 +100,7 @@ def runs_natively(path: Path, target: AnyModel) -> bool:
 
 def has_own_head(source: Source) -> bool:
     """Whether the checkpoint of a model has a draft head of its own, which ``load_own_head`` reads."""
-    return not is_loaded(source) and any(name.startswith(PREFIX) for name in head_tensors(resolve(source)))
+    return not is_loaded(source) and bool(head_tensors(resolve(source))[1])
 
 
 def load_own_head(
@@ -116,22 +118,43 @@ def load_own_head(
     """
     config = load_config(source)
     family = FAMILIES.get(config.get_text_config().model_type)
-    if family is None or not family.has_head:
+    if family is None or family.head is None:
         raise ModelFormatError(f"{path} has a draft head, but {target.name} is of a family that has none")
-    stored = head_tensors(resolve(source) if path is None else path)
-    name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
-    where = str(path or target.name)
-    if not isinstance(target, NativeModel):
-        if quantization not in ("same", None):
-            raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
-        head = own_head(config, stored, _ends_of(target, source), where).to(target.device)
-        return TorchHead(head, name, taps, target.max_positions)
-    shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
-    head = own_head(config, stored, (shape, shape), where)
+    shape = own_config(config)
+    names, stored = head_tensors(resolve(source) if path is None else path)
+    checkpoint = own_checkpoint(shape, names, stored, str(path or target.name))
+    name = f"{target.name} (mtp)" if path is None else str(path)
+    if isinstance(target, NativeModel):
+        return _packed_head(shape, checkpoint, name, target, quantization)
+    if quantization not in ("same", None):
+        raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
+    ends = _ends_of(target, source)
+    head = MtpHead(shape, checkpoint.tensors(ends[0].dtype, target.device), ends)
+    return TorchHead(head, name, (target.layers,), target.max_positions)
+
+
+def _packed_head(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    name: str,
+    target: NativeModel,
+    quantization: QuantizationName | Literal["same"] | None,
+) -> NativeHead:
+    """Pack a target's own head for the kernels, matrix by matrix as it is read."""
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
         raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
-    return NativeHead(head, name, taps, target.max_positions, quantization=wanted, target=target)
+    end = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
+    weights, readers = unread_weights(checkpoint, torch.bfloat16, Outcome())
+    return NativeHead(
+        MtpHead(config, weights, (end, end)),
+        name,
+        (target.layers,),
+        target.max_positions,
+        quantization=wanted,
+        target=target,
+        readers=readers,
+    )
 
 
 def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:

@@ -282,13 +282,19 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
         yield from _norm_slots(spec, f"{name}input_out_norm")
 
 
+def _mtp_slots(spec: DecoderSpec) -> Slots:
+    yield from _linear_slots("mtp.fc", {"mtp.fc": spec.width}, 2 * spec.width, False)
+    for norm in ("mtp.embedding_norm", "mtp.hidden_norm"):
+        yield from _norm_slots(spec, norm)
+
+
 def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Return the slot of every weight that a model has, by paceline's name.
 
     stored: names that a checkpoint has; they tell which stacked matrices it has whole and which in parts.
     """
     vocab, embed, width = spec.vocab_size, spec.embed_width, spec.width
-    found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
+    found = dict(_mtp_slots(spec) if spec.mtp else _linear_slots("embed", {"embed": vocab}, embed, False))
     if spec.learned_positions:
         found |= _linear_slots("positions", {"positions": spec.max_positions + spec.position_offset}, width, False)
     if embed != width:
@@ -296,7 +302,7 @@ def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
         found |= _linear_slots("project_out", {"project_out": embed}, width, False)
     if spec.final_norm:
         found |= _norm_slots(spec, "norm")
-    if not spec.tied:
+    if not spec.tied and not spec.mtp:
         found |= _linear_slots("head", {"head": vocab}, embed, False)
     if spec.token_inputs is not None:
         inputs = len(spec.layers) * spec.token_inputs.width
@@ -424,8 +430,9 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
     """Raise ModelFormatError if there are any names. problem: a verb such as "misses"."""
     if names:
         others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        kind = "draft head" if spec.mtp else "model"
         raise ModelFormatError(
-            f"{where}: a {spec.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
+            f"{where}: a {spec.family} {kind} {problem} the weights {', '.join(names[:4])}{others}; the files are "
             "incomplete or belong to another kind of model"
         )
 

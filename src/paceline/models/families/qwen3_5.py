@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MLPSpec
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of
+from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of, mtp_names
 from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, rotary_of
 
@@ -61,4 +61,4 @@ NAMES = WeightNames(
     plus_one=_NORMS,
 )
 
-FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, has_head=True)
+FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, mtp_names(NAMES))

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec, MLPSpec
 from paceline.models.families import qwen3_5
-from paceline.models.families.base import EXPERTS, Family
+from paceline.models.families.base import EXPERTS, Family, mtp_names
 from paceline.models.families.qwen3_5_gguf import FORM_WITH_EXPERTS
 
 
@@ -32,4 +32,4 @@ _SHARED = {
 }
 _NAMES = replace(qwen3_5.NAMES, parts={**qwen3_5.NAMES.parts, **EXPERTS, **_SHARED})
 
-FAMILY = Family("qwen3_5_moe_text", _describe, _NAMES, FORM_WITH_EXPERTS)
+FAMILY = Family("qwen3_5_moe_text", _describe, _NAMES, FORM_WITH_EXPERTS, mtp_names(_NAMES))

@@ -8,15 +8,17 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.abi import MOST_TAPS
+from paceline.kernels.abi import INPUT_MULTIPLE, MOST_TAPS
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     ExpertsNorms,
     ExpertsWeights,
+    FusionWeights,
     GatedActivation,
     Heads,
     LayerWeights,
@@ -93,7 +95,28 @@ def spec_of(
         tap_scale=spec.residual_scale,
         inputs=_token_table_of(spec.token_inputs, weights, source.linear),
         logits_cap=spec.logits_cap,
+        fusion=_mtp_fusion_of(spec, weights) if spec.mtp else None,
     )
+
+
+def _mtp_fusion_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> FusionWeights:
+    """Return what a target's own draft head reads: the target's embedding and its last hidden state."""
+    return FusionWeights(
+        fuse=halves_padded(LinearWeights(weights["mtp.fc.weight"])),
+        hidden_norm=weights["mtp.hidden_norm.weight"],
+        embedding_norm=weights["mtp.embedding_norm.weight"],
+        targets=torch.arange(spec.vocab_size),
+        vocabulary=spec.vocab_size,
+        tap_count=1,
+        target_width=spec.width,
+        normed_state=True,
+    )
+
+
+def halves_padded(linear: LinearWeights) -> LinearWeights:
+    """Pad both halves of a matrix's inputs, as the kernels pad the embedding and the hidden state that it reads."""
+    halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
+    return LinearWeights(torch.cat(halves, dim=1), linear.bias)
 
 
 def _token_table_of(

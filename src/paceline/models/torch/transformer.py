@@ -244,7 +244,8 @@ class Transformer:
             return None
         output = self._head.weight.nbytes
         embedding = 0 if self.spec.tied else self._embedding.nbytes  # one row of it is read for each token
-        return PassBytes(self.weight_bytes() - output - embedding, output // self.vocab_size)
+        idle = sum(block.mlp.idle_bytes() for block in self._blocks if isinstance(block.mlp, Experts))
+        return PassBytes(self.weight_bytes() - output - embedding - idle, output // self.vocab_size)
 
     def short_head(self, size: int) -> TorchShortHead:
         """Return an output head over ``size`` tokens; see ``Shortenable``."""
