@@ -111,6 +111,7 @@ def tiny_mixture(kind: str, seed: int = 0, kinds: str = "ddf", **fields: Any) ->
 
 
 tiny_qwen3_5_moe = functools.partial(tiny_mixture, "qwen3_5_moe_text")
+tiny_qwen3_next = functools.partial(tiny_mixture, "qwen3_next", intermediate_size=80)
 
 
 def tiny_lfm2(
@@ -248,6 +249,21 @@ def head_state(head: MtpModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors with those of all experts divided into each one's, as Qwen3-Next is published."""
+    found = {}
+    for name, weight in tensors.items():
+        stem, _, part = name.rpartition("experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            found[name] = weight
+            continue
+        for expert, whole in enumerate(weight):
+            halves = zip(("gate_proj", "up_proj"), whole.chunk(2), strict=True)
+            parts = dict(halves) if part == "gate_up_proj" else {part: whole}
+            found |= {f"{stem}experts.{expert}.{each}.weight": half.contiguous() for each, half in parts.items()}
+    return found
+
+
 def tiny_mtp(target: NativeModel, seed: int = 0) -> NativeHead:
     """A random head for ``tiny_native_recurrent``."""
     model, head = theirs_with_head(seed)
@@ -267,7 +283,7 @@ def save_with_head(
     model, head = theirs_with_head(seed, make, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    tensors |= head_state(head)
+    tensors |= experts_apart(head_state(head)) if model.config.model_type == "qwen3_next" else head_state(head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(path)
     return model, head

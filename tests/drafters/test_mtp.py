@@ -25,7 +25,7 @@ from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
 from paceline.models.native.model import Quantization
 from quantised_support import CONVERTERS, convert_files
-from recurrent_support import save_with_head, tiny_qwen3_5, tiny_qwen3_5_moe
+from recurrent_support import save_with_head, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_next
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,11 @@ PARAMS = [
 ]
 
 
-MAKERS: dict[str, Callable[..., Any]] = {"dense": tiny_qwen3_5, "experts": tiny_qwen3_5_moe}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "dense": tiny_qwen3_5,
+    "experts": tiny_qwen3_5_moe,
+    "next": functools.partial(tiny_qwen3_next, mlp_only_layers=[1]),
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,15 @@ from paceline.drafters.heads.loading import find_head, has_own_head, load_head_f
 from paceline.errors import ModelFormatError
 from paceline.models.base import state_shape_of
 from paceline.models.load.loading import load_config, load_model, open_checkpoint
-from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5, tiny_qwen3_5_moe
+from recurrent_support import (
+    SIZES,
+    head_state,
+    save_with_head,
+    theirs_with_head,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_next,
+)
 from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 
 _NAMES = {
@@ -30,6 +38,8 @@ _NAMES = {
     "model.layers": "blk",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -70,11 +80,23 @@ def in_turns(values: Tensor, shape: tuple[int, int], dim: int, width: int) -> Te
     return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
 
 
+def divided(name: str, values: Tensor, config: Any) -> dict[str, Tensor]:
+    """Qwen3-Next's first matrix as llama.cpp divides it, out of the order by key head. Other tensors stay."""
+    if "in_proj_qkvz" not in name:
+        return {name: values}
+    keys, shared = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    sizes = [config.linear_key_head_dim] * 2 + [shared * config.linear_value_head_dim] * 2
+    q, k, v, z = (part.flatten(0, 1) for part in values.unflatten(0, (keys, -1)).split(sizes, dim=1))
+    return {name.replace("qkvz", "qkv"): torch.cat([q, k, v]), name.replace("qkvz", "z"): z}
+
+
 def converted(name: str, values: Tensor, config: Any) -> Tensor:
     shape = config.linear_num_key_heads, config.linear_num_value_heads
     keys, width = 2 * shape[0] * config.linear_key_head_dim, config.linear_value_head_dim
+    if config.model_type == "qwen3_next":
+        shape = shape[1], shape[1]  # whose value heads keep their order
     values = values.squeeze(1) if "conv1d" in name else values
-    if "in_proj_qkv" in name or "conv1d" in name:
+    if "in_proj_qkv." in name or "conv1d" in name:
         return torch.cat([values[:keys], in_turns(values[keys:], shape, 0, width)])
     if "shared_expert_gate" in name:
         return values[0]  # llama.cpp has a vector
@@ -82,17 +104,21 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
         return in_turns(values, shape, 0, width)
     if "out_proj" in name:
         return in_turns(values, shape, 1, width)
-    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias")):
+    if any(part in name for part in ("in_proj_a.", "in_proj_b.", "dt_bias")):
         return in_turns(values, shape, 0, 1)
     if "A_log" in name:
         return in_turns(-values.exp(), shape, 0, 1)
     return values + 1 if values.dim() == 1 and "linear_attn.norm" not in name else values
 
 
-def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Path:
-    architecture = "qwen35moe" if hasattr(config, "num_experts") else "qwen35"
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+
+
+def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int, *, whole: bool = False) -> Path:
+    """Write a GGUF file. whole: whether Qwen3-Next's first matrix stays one, as in older files."""
+    architecture = ARCHITECTURES[config.model_type]
     writer = begun(path, architecture, config, heads)
-    if architecture == "qwen35moe":
+    if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -109,7 +135,8 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
     writer.add_uint32(f"{architecture}.full_attention_interval", 1 + config.layer_types.index("full_attention"))
     writer.add_uint32(f"{architecture}.nextn_predict_layers", heads)
     writer.add_token_list([str(token) for token in range(VOCAB)])
-    for name, values in tensors.items():
+    parts = {part: half for name, values in tensors.items() for part, half in divided(name, values, config).items()}
+    for name, values in (tensors if whole else parts).items():
         ours = name
         for theirs, called in _NAMES.items():
             ours = ours.replace(theirs, called.format(config.num_hidden_layers))
@@ -122,11 +149,12 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
 MAKERS: dict[str, Callable[..., Any]] = {"dense": tiny_qwen3_5, "experts": tiny_qwen3_5_moe}
 
 
-@pytest.mark.parametrize("kind", ["grouped", "alone", "experts"])
+@pytest.mark.parametrize("kind", ["grouped", "alone", "experts", "next", "next, whole"])
 def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path) -> None:
     shape = SIZES["grouped"] if kind == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
-    theirs = tiny_qwen3_5_moe(2) if kind == "experts" else tiny_qwen3_5(2, **shape)
-    path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
+    mixtures = {"experts": tiny_qwen3_5_moe, "next": tiny_qwen3_next, "next, whole": tiny_qwen3_next}
+    theirs = mixtures[kind](2) if kind in mixtures else tiny_qwen3_5(2, **shape)
+    path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0, whole="whole" in kind)
     found, original = open_checkpoint(path), open_checkpoint(theirs)
     assert found is not None
     assert original is not None

@@ -26,6 +26,7 @@ from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_qwen3_5_moe,
+    tiny_qwen3_next,
 )
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
@@ -76,8 +77,9 @@ def random_qwen3_5(chance: random.Random, seed: int, path: Path) -> Subject:
 
 
 def random_mixture(chance: random.Random, seed: int, path: Path) -> Subject:
-    """A Qwen3.5 with experts, with its head."""
-    theirs, _ = save_with_head(path, seed, tiny_qwen3_5_moe, kinds="".join(chance.sample("ddf", 3)))
+    """A Qwen3.5 with experts or a Qwen3-Next, with its head."""
+    make = chance.choice([tiny_qwen3_5_moe, tiny_qwen3_next])
+    theirs, _ = save_with_head(path, seed, make, kinds="".join(chance.sample("ddf", 3)))
     target = load_model(path, dtype=torch.float32)
     return Subject(theirs, target, load_own_head(target, path), chance)
 

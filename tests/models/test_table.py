@@ -28,7 +28,14 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
 from paceline.models.families import FAMILIES
 from paceline.models.load.loading import load_model
-from recurrent_support import reference_of, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5, tiny_qwen3_5_moe
+from recurrent_support import (
+    reference_of,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_next,
+)
 from toy import answers, make_engine
 from toy import run as run_engine
 
@@ -69,6 +76,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_oss": functools.partial(_gpt_oss, **_PUBLISHED),
     "qwen3_5": tiny_qwen3_5,
     "qwen3_5_moe": tiny_qwen3_5_moe,
+    "qwen3_next": tiny_qwen3_next,
     "lfm2": tiny_lfm2,
     "granitemoehybrid": tiny_granite_hybrid,
     "opt": functools.partial(of_table, "opt"),
@@ -80,7 +88,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
     **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"),
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
         lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
     ),
     "lfm2": written_lfm2,

@@ -80,8 +80,9 @@ class MtpHead(Head):
 def own_config(config: PretrainedConfig) -> HeadConfig:
     """Return the configuration of a target's own head: one full attention layer of the target's sizes."""
     text = config.get_text_config()
-    one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": None}
-    fields: dict[str, Any] = text.to_dict() | one
+    one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    mixture: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # Qwen3-Next's, if it has experts
+    fields: dict[str, Any] = text.to_dict() | one | mixture
     fields.pop("quantization_config", None)  # stored tensors are read dequantised
     sizes = text.hidden_size, text.vocab_size
     return HeadConfig(fields, *sizes, taps=(text.num_hidden_layers,), norm_output=True, own=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -78,6 +78,7 @@ class Slot:
     experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
         belongs to; None: it has rows of all.
     source: name of the weight that is stored for this one, too; None: its own.
+    order: moves the stored rows to their order here; None: they have it.
     """
 
     target: str
@@ -87,6 +88,7 @@ class Slot:
     experts: int = 0
     expert: int | None = None
     source: str | None = None
+    order: Callable[[Tensor], Tensor] | None = None
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -154,14 +156,37 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
             yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
 
 
-def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
-    heads, values = spec.value_heads, spec.value_heads * spec.value_dim
-    yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
-    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
+def _delta_slots(spec: DeltaNetSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    heads, values, shared = spec.value_heads, spec.value_heads * spec.value_dim, spec.value_heads // spec.key_heads
+    of_values = shared * spec.value_dim
+    if f"{layer}in_qkvz.weight" in stored:
+        yield _by_key_head(
+            f"{layer}in_qkvz", f"{layer}qkv", (spec.key_dim, spec.key_dim, of_values, of_values), spec, width
+        )
+    else:
+        yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
+    if f"{layer}beta_decay.weight" in stored:
+        yield _by_key_head(f"{layer}beta_decay", f"{layer}beta_decay", (shared, shared), spec, width)
+    else:
+        yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
     yield from _linear_slots("o", {"o": width}, values, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer)
     for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _by_key_head(name: str, target: str, parts: Sequence[int], spec: DeltaNetSpec, width: int) -> tuple[str, Slot]:
+    """Return the slot of a matrix whose rows are stored key head by key head (Qwen3-Next).
+
+    parts: rows of a key head in each part of the matrix, which are apart in the target.
+    """
+    total = spec.key_heads * sum(parts)
+
+    def order(rows: Tensor) -> Tensor:
+        by_head = rows.reshape(spec.key_heads, sum(parts), *rows.shape[1:])
+        return torch.cat([part.flatten(0, 1) for part in by_head.split_with_sizes(list(parts), 1)])
+
+    return f"{name}.weight", Slot(f"{target}.weight", (total, width), total=total, order=order)
 
 
 def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slots:
@@ -187,7 +212,7 @@ def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
 
 def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if isinstance(spec, DeltaNetSpec):
-        return _delta_slots(spec, width, layer)
+        return _delta_slots(spec, width, layer, stored)
     if isinstance(spec, Mamba2Spec):
         return _mamba2_slots(spec, width, layer)
     if isinstance(spec, ShortConvSpec):
@@ -344,10 +369,13 @@ class Placement:
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
         turned = destination.mT if self.transposed else destination
-        if not self.interleaved:
+        if not self.interleaved and self.slot.order is None:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
         self.stored.unpack_into(stored)
+        if self.slot.order is not None:
+            turned.copy_(self.slot.order(stored))
+            return None
         outputs = -1 if self.slot.target.endswith(".bias") or self.transposed else -2
         alternating = stored.unflatten(outputs, (-1, 2)).transpose(outputs - 1, outputs)  # type: ignore[no-untyped-call]
         turned.copy_(alternating.flatten(outputs - 1, outputs))
@@ -462,7 +490,8 @@ def assemble(placements: Sequence[Placement], dtype: torch.dtype, device: torch.
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.interleaved or placement.plus_one or slot.target_shape != slot.shape
+    moved = placement.transposed or placement.interleaved or slot.order is not None or slot.target_shape != slot.shape
+    changed = moved or placement.plus_one
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None

@@ -34,6 +34,7 @@ from paceline.models.families import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
@@ -42,7 +43,7 @@ from paceline.models.families.wrappers import WRAPPERS, in_wrapper
 _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
-    *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
+    *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
     *(granitemoehybrid, lfm2),
 )
 

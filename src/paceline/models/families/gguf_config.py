@@ -303,7 +303,9 @@ def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
-        return dataclasses.replace(stored, shape=(1, *stored.shape))  # llama.cpp has a vector
+        return dataclasses.replace(stored, shape=(1, *stored.shape))  # llama.cpp drops dimensions of one
+    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
     part = next((part for part in heads if f".{part}." in name), None)
     if part is None:
         return stored

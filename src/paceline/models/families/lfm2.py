@@ -17,8 +17,7 @@ from paceline.models.description.spec import (
     check,
 )
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.description.weights import StoredTensor
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm, decoder_of
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, decoder_of
 from paceline.models.families.rotary import head_dim, rotary_of
 
 _KINDS = {"full_attention", "conv"}
@@ -79,16 +78,6 @@ def _gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _with_groups(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> dict[str, StoredTensor]:
-    """Return the tensors with the convolutions' filters [width, 1, taps], which files store as [width, taps]."""
-    return {
-        name: ChangedTensor(stored, (stored.shape[0], 1, *stored.shape[1:]), lambda filters: filters)
-        if name.endswith(".shortconv.conv.weight")
-        else stored
-        for name, stored in tensors.items()
-    }
-
-
 _GGUF_NAMES = {
     **LLAMA_GGUF_NAMES,
     "token_embd_norm": "norm",
@@ -96,7 +85,7 @@ _GGUF_NAMES = {
     "blk.{}.shortconv.conv": "layers.{}.conv",
     "blk.{}.shortconv.out_proj": "layers.{}.o",
 }
-_FORM = GGUFForm(("lfm2",), WeightNames(_GGUF_NAMES), fields=_gguf_fields, adapt=_with_groups)
+_FORM = GGUFForm(("lfm2",), WeightNames(_GGUF_NAMES), fields=_gguf_fields)
 _USUAL = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}  # of 350M to 1.2B parameters
 
 FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)

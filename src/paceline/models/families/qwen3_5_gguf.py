@@ -1,13 +1,15 @@
-"""How llama.cpp stores Qwen3.5 in GGUF files (architectures qwen35 and, with experts, qwen35moe).
+"""How llama.cpp stores Qwen3.5 and Qwen3-Next in GGUF files (architectures qwen35, qwen35moe and qwen3next).
 
-Its value heads are ordered so that those of one key head lie apart, decays are stored as -exp(A_log), and all norms
-around 1. The draft head is one more block behind the layers, with tensors named ``nextn``.
+Qwen3.5's value heads are ordered so that those of one key head lie apart; Qwen3-Next's are not, and its rows of beta
+and decay lie together by key head. Decays are stored as -exp(A_log), and all norms around 1. The draft head of Qwen3.5
+is one more block behind the layers, with tensors named ``nextn``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,8 +53,14 @@ def _grouped(values: Tensor, spec: DeltaNetSpec, dim: int, width: int) -> Tensor
     return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
 
 
-def _changes(spec: DeltaNetSpec) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return how the tensors of a recurrent layer change, by the end of their names."""
+_Changes: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]  # of a recurrent layer's tensors, by their names' ends
+
+
+def _log_of_decay(_: DeltaNetSpec) -> _Changes:
+    return {"ssm_a": lambda values: (-values).log()}
+
+
+def _changes(spec: DeltaNetSpec) -> _Changes:
     keys, width = 2 * spec.key_heads * spec.key_dim, spec.value_dim
 
     def behind_keys(values: Tensor) -> Tensor:
@@ -73,7 +81,9 @@ def _changes(spec: DeltaNetSpec) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+def _adapt(
+    tensors: Mapping[str, StoredTensor], spec: DecoderSpec, changes: Callable[[DeltaNetSpec], _Changes] = _changes
+) -> dict[str, StoredTensor]:
     """Return the decoder's tensors as transformers orders them, without those of the draft head."""
     found: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
@@ -81,11 +91,8 @@ def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, 
         if not index.lstrip("-").isdigit() or int(index) >= len(spec.layers):
             continue
         mixer = spec.layers[int(index)].mixer
-        change = _changes(mixer).get(part) if isinstance(mixer, DeltaNetSpec) and part != name else None
-        shape = stored.shape
-        if part == "ssm_conv1d.weight":
-            shape = (shape[0], 1, *shape[1:])
-        found[name] = stored if change is None else ChangedTensor(stored, shape, change)
+        change = changes(mixer).get(part) if isinstance(mixer, DeltaNetSpec) and part != name else None
+        found[name] = stored if change is None else ChangedTensor(stored, stored.shape, change)
     return found
 
 
@@ -128,4 +135,17 @@ FORM_WITH_EXPERTS = GGUFForm(
     reads=frozenset({"expert_count"}),
     adapt=_adapt,
     head=gguf_mtp_names(_NAMES_WITH_EXPERTS),
+)
+FORM_BY_KEY_HEAD = GGUFForm(
+    ("qwen3next",),
+    WeightNames(
+        {
+            **_NAMES_WITH_EXPERTS.parts,
+            "blk.{}.ssm_in": "layers.{}.in_qkvz",  # of files before llama.cpp divided it into attn_qkv and attn_gate
+            "blk.{}.ssm_ba": "layers.{}.beta_decay",
+        }
+    ),
+    fields=_expert_fields,
+    reads=frozenset({"expert_count"}),
+    adapt=partial(_adapt, changes=_log_of_decay),
 )

@@ -101,7 +101,7 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
             check_finite(codes.scales, part.name)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
-            return codes
+            return codes if part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
     dtype = stored.exact_dtype if isinstance(stored, ExactTensor) else torch.float32
     numbers = torch.empty(part.slot.shape, dtype=dtype)
     part.read_into(numbers)
