@@ -18,6 +18,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -129,6 +131,19 @@ def tiny_lfm2(
         tie_word_embeddings=tied,
     )
     return _randomised(Lfm2ForCausalLM, config, seed)
+
+
+def tiny_lfm2_moe(seed: int = 0, kinds: str = "ccf", **fields: Any) -> Lfm2MoeForCausalLM:
+    """A random LFM2 with experts in all but its first layer, whose corrections change the choice."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 48, "num_dense_layers": 1}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2}
+    config = Lfm2MoeConfig(**(_COMMON | _layers(kinds) | sizes | experts | fields))
+    made = _randomised(Lfm2MoeForCausalLM, config, seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for layer in made.model.layers[1:]:
+            layer.feed_forward.expert_bias.normal_(0, 0.3)
+    return made
 
 
 def tiny_granite_hybrid(

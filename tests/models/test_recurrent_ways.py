@@ -25,6 +25,7 @@ from recurrent_support import (
     save_with_head,
     tiny_granite_hybrid,
     tiny_lfm2,
+    tiny_lfm2_moe,
     tiny_qwen3_5_moe,
     tiny_qwen3_next,
 )
@@ -88,6 +89,10 @@ def random_lfm2(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_lfm2(seed, **chance.choice(list(LFM2_SIZES.values()))), chance, path)
 
 
+def random_lfm2_moe(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_lfm2_moe(seed, "".join(chance.sample("ccf", 3))), chance, path)
+
+
 def random_granite(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(list(GRANITE_SIZES.values()))), chance, path)
 
@@ -116,10 +121,11 @@ KINDS = {
     "qwen3_5": random_qwen3_5,
     "qwen3_5_moe": random_mixture,
     "lfm2": random_lfm2,
+    "lfm2_moe": random_lfm2_moe,
     "granite": random_granite,
 }
 WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
-WITH_EXPERTS = ("qwen3_5_moe",)  # which no device runs whole rounds of
+WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe"  # which no device runs whole rounds of
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:

@@ -31,6 +31,7 @@ from paceline.models.load.loading import load_model
 from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
+    tiny_lfm2_moe,
     tiny_qwen3_5,
     tiny_qwen3_5_moe,
     tiny_qwen3_next,
@@ -77,6 +78,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_moe": tiny_qwen3_5_moe,
     "qwen3_next": tiny_qwen3_next,
     "lfm2": tiny_lfm2,
+    "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
@@ -90,7 +92,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
         ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
         lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
     ),
-    "lfm2": written_lfm2,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
 }
 
 

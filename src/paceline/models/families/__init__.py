@@ -21,6 +21,7 @@ from paceline.models.families import (
     granitemoe,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     ministral3,
     mistral,
@@ -44,7 +45,7 @@ _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
-    *(granitemoehybrid, lfm2),
+    *(granitemoehybrid, lfm2, lfm2_moe),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
