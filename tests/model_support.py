@@ -137,6 +137,13 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "jetmoe": ("jetmoe", _LLAMA | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "longcat_flash": (  # keys and values of different widths
+        "longcat_flash",
+        {key: value for key, value in _LLAMA.items() if key not in ("num_hidden_layers", "num_key_value_heads")}
+        | {"num_layers": 2, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+        | {"head_dim": 8, "v_head_dim": 14, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    ),
 }
 
 

@@ -140,16 +140,23 @@ def with_sinks(spec: NativeSpec) -> NativeSpec:
 
 
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    return KVCache(len(spec.layers), rows, spec.kv_heads, positions, spec.head_dim, dtype=dtype)
+    return KVCache(spec.kv_layers, rows, positions, dtype=dtype)
 
 
 def ragged_cache(
-    lengths: Sequence[int], groups: int, positions: int, dim: int, seed: int, device: str = "cpu"
+    lengths: Sequence[int],
+    groups: int,
+    positions: int,
+    dim: int,
+    seed: int,
+    device: str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Random keys and values up to each row's length, large finite numbers beyond."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), groups, positions, dim)
-    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    shape = (len(lengths), groups, positions)
+    keys = torch.randn(*shape, dim, generator=generator)
+    values = torch.randn(*shape, value_dim or dim, generator=generator)
     for row, length in enumerate(lengths):
         keys[row, :, length:] = GARBAGE
         values[row, :, length:] = -GARBAGE

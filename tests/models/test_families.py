@@ -136,7 +136,7 @@ def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name
 
 
 def _native_logits(model: NativeModel, length: int, at_once: int = 100) -> Tensor:
-    cache = KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.bfloat16)
+    cache = KVCache(model.kv_layers, 2, 64, dtype=torch.bfloat16)
     tokens, (rows, positions) = random_tokens(1, length)[0], ragged({1: length})
     parts = [
         model.forward(Nodes(*(t[first : first + at_once] for t in (tokens, rows, positions))), cache).hidden

@@ -510,7 +510,7 @@ def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatc
 def cache_for_model(model):
     from paceline.core.cache import KVCache
 
-    return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
+    return KVCache(model.kv_layers, 2, 64, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])

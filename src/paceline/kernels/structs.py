@@ -34,7 +34,7 @@ def linear(packed: Packed) -> abi.CLinear:
 def cache(of: KVCache) -> abi.CCache:
     """A cache of keys and values, with its recurrent states if it has any."""
     count = len(of.shapes)
-    tables = (abi.CKVTable * count)(*(_kv_table(*of.tables[2 * i : 2 * i + 2]) for i in range(count)))
+    tables = (abi.CKVTable * count)(*(_kv_table(*pair) for pair in of.of_shapes))
     described = abi.CCache(
         tables=tables,
         table_count=count,

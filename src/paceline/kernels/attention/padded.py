@@ -24,14 +24,14 @@ class PaddedAttention:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
     ) -> Tensor:
         q_BHLD = q
-        k_BGPD, v_BGPD = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
+        k_BGPD, v_BGPV = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
         packed = q_BHLD.reshape(rows, -1, shared * length, dim)
         out = F.scaled_dot_product_attention(
-            packed, k_BGPD, v_BGPD, attn_mask=_mask(plan, shared, window, q.dtype), scale=scale
+            packed, k_BGPD, v_BGPV, attn_mask=_mask(plan, shared, window, q.dtype), scale=scale
         )
-        return out.reshape(rows, heads, length, dim)
+        return out.reshape(rows, heads, length, -1)
 
 
 def _mask(plan: Plan, shared: int, window: int | None, dtype: torch.dtype) -> Tensor:
