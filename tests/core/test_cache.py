@@ -27,13 +27,13 @@ def test_a_write_changes_the_rows_own_slots_only(data: st.DataObject) -> None:
     for layer in range(layers):
         k = torch.randn(live, heads, width, dim)
         values = k if of_layer.values_in_keys else -k
-        cache.write(layer, index, k, values[..., : of_layer.value_width])
+        cache.write(layer, index, k, values[..., -of_layer.value_width :])
         for row in range(live):
             for column in range(width):
                 if places[row, column] < positions:
                     expected[layer, first + row, :, places[row, column]] = k[row, :, column]
     assert torch.equal(cache.keys[:, :, :, :positions], expected[:, :, :, :positions])
-    values = expected[..., : of_layer.value_width] * (1 if of_layer.values_in_keys else -1)
+    values = expected[..., -of_layer.value_width :] * (1 if of_layer.values_in_keys else -1)
     assert torch.equal(cache.values[:, :, :, :positions], values[:, :, :, :positions])
 
 

@@ -19,7 +19,7 @@ class KVHeads(NamedTuple):
 
     heads: number of key heads, and of value heads. dim: width of a key head.
     value_dim: width of a value head where it differs from ``dim``.
-    values_in_keys: whether a value is the first ``value_dim`` elements of its key, so that none is stored.
+    values_in_keys: whether a value is the last ``value_dim`` elements of its key, so that none is stored.
     """
 
     heads: int
@@ -76,7 +76,7 @@ class KVCache(RowTables):
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         tables = iter(self.tables)
         return [
-            (keys := next(tables), keys[..., : shape.value_width] if shape.values_in_keys else next(tables))
+            (keys := next(tables), keys[..., -shape.value_width :] if shape.values_in_keys else next(tables))
             for shape in self.shapes
         ]
 

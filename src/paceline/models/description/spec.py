@@ -35,6 +35,35 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): one vector of a token stands for all heads.
+
+    A matrix makes each head's ``key_dim`` elements of a key and ``value_dim`` of a value from a vector of ``rank``
+    elements behind an RMS norm. ``rotary_dim`` more elements of a key, which all heads share, hold the position.
+    query_rank: width of the vector, behind an RMS norm, that a matrix makes the queries from; None: they are made from
+        the hidden states.
+    norm_eps: epsilon of both norms.
+    """
+
+    rank: int
+    rotary_dim: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        sizes = f"kv_lora_rank={self.rank}, qk_rope_head_dim={self.rotary_dim}, qk_nope_head_dim={self.key_dim}"
+        widths = self.rank, self.rotary_dim, self.key_dim, self.value_dim, self.query_rank or 1
+        check(min(widths) > 0, f"{sizes}, v_head_dim={self.value_dim}, q_lora_rank={self.query_rank}")
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query as the weights make it: ``key_dim`` elements, then those that are rotated."""
+        return self.key_dim + self.rotary_dim
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer.
 
@@ -42,6 +71,8 @@ class AttentionSpec:
     window: sliding window in positions; None: full attention.
     scale: factor of the scores; None: head_dim ** -0.5.
     bias: of queries, keys and values. output_bias: of the output projection.
+    interleaved: whether neighbouring elements of a head turn together, (2 i, 2 i + 1), as the weights are stored;
+        backends rotate (i, n + i).
     qk_norm: RMS norm of queries and keys before the rotation, over each head ("head") or over all heads together
         ("all"); its epsilon is qk_norm_eps.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
@@ -49,6 +80,8 @@ class AttentionSpec:
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
+    latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
+        which is also its value. So kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
 
     heads: int
@@ -59,6 +92,7 @@ class AttentionSpec:
     scale: float | None = None
     bias: bool = False
     output_bias: bool = False
+    interleaved: bool = False
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_eps: float = 1e-6
     sinks: bool = False
@@ -66,6 +100,7 @@ class AttentionSpec:
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
@@ -73,6 +108,13 @@ class AttentionSpec:
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
+
+    @property
+    def cached(self) -> KVHeads:
+        """What the cache holds of a token."""
+        if self.latent is None:
+            return KVHeads(self.kv_heads, self.head_dim)
+        return KVHeads(1, self.head_dim, self.latent.rank, values_in_keys=True)
 
     @property
     def query_width(self) -> int:
@@ -258,8 +300,8 @@ class DecoderSpec:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether every layer is attention, without gates or sinks."""
-        return not self.recurrent and not any(attention.gated or attention.sinks for attention in self.attentions)
+        """Whether every layer is attention with keys and values of its own heads, without gates or sinks."""
+        return not self.recurrent and not any(a.gated or a.sinks or a.latent for a in self.attentions)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
@@ -269,7 +311,7 @@ class DecoderSpec:
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
-        return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
+        return tuple(attention.cached for attention in self.attentions if attention.reads_layer is None)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from paceline.models.families import (
     granitemoehybrid,
     lfm2,
     llama,
+    minicpm3,
     ministral3,
     mistral,
     olmo2,
@@ -35,6 +36,7 @@ from paceline.models.families import (
     qwen3_5_moe,
     qwen3_moe,
     smollm3,
+    youtu,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.families.wrappers import WRAPPERS, in_wrapper
@@ -44,6 +46,7 @@ _MODULES = (
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
     *(granitemoehybrid, lfm2),
+    *(minicpm3, youtu),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

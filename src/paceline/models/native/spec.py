@@ -239,6 +239,7 @@ def check_reference(spec: DecoderSpec) -> None:
         ),
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
+        "keys and values of its heads' own": all(attention.latent is None for attention in attentions),
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
