@@ -98,7 +98,7 @@ _GRANITE = {
 }  # fmt: skip
 YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 _LATENT = _LLAMA | {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
     "v_head_dim": 10,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}

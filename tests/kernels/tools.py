@@ -14,7 +14,7 @@ from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.pack import Weight
-from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import ExpertsWeights, Heads, LatentWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
 GARBAGE = 3e4  # in a cache, beyond a row's length
@@ -139,6 +139,41 @@ def with_sinks(spec: NativeSpec) -> NativeSpec:
     return replace(spec, layers=layers)
 
 
+def with_latent(spec: NativeSpec, *, heads: int = 5, rank: int = 48, query_rank: int | None = 30) -> NativeSpec:
+    """The spec with latent attention in every layer."""
+    random = torch.Generator().manual_seed(13)
+    turned, key_dim, value_dim = 16, 24, 20
+
+    def linear(outputs: int, inputs: int) -> LinearWeights:
+        return LinearWeights((torch.randn(outputs, inputs, generator=random) * inputs**-0.5).bfloat16())
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.1 * torch.randn(size, generator=random)
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        queries = heads * (key_dim + turned)
+        latent = LatentWeights(
+            turned,
+            [linear(rank, key_dim) for _ in range(heads)],
+            [linear(value_dim, rank) for _ in range(heads)],
+            norm(rank),
+            query_up=None if query_rank is None else linear(queries, query_rank),
+            query_norm=None if query_rank is None else norm(query_rank),
+            epsilon=1e-5,
+        )
+        return replace(
+            layer,
+            qkv=linear((query_rank or queries) + rank + turned, spec.width),
+            attention_out=linear(spec.width, heads * value_dim),
+            heads=Heads(heads, 1, turned + rank),
+            rotary=_rotary(10000.0, turned),
+            scale=0.17,
+            latent=latent,
+        )
+
+    return replace(spec, layers=[changed(layer) for layer in spec.layers])
+
+
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     return KVCache(spec.kv_layers, rows, positions, dtype=dtype)
 
@@ -237,6 +272,7 @@ def run_attention(
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
+        value_dim=dim,
         capacity=whole.capacity,
         window=window or 0,
         scale=dim**-0.5,

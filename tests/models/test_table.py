@@ -71,6 +71,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_moe": _qwen3_5_moe,
     "lfm2": tiny_lfm2,
     "granitemoehybrid": tiny_granite_hybrid,
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in ("minicpm3", "youtu")},
     "opt": functools.partial(of_table, "opt"),
     "gpt2": functools.partial(of_table, "gpt2"),
 }
