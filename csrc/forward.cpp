@@ -173,7 +173,7 @@ class Pass {
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
-      k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
+      k_.apply_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
       tap_token(m_.layers.size() + 1, i, normed);
       if (!out_.hidden || i < out_.text) continue;
       std::memcpy(out_.hidden + static_cast<size_t>(i - out_.text) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
@@ -210,33 +210,40 @@ class Pass {
     else if (layer.latent) run_latent(layer, index, last, thread, watch);
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
+    if (layer.parallel) read_input(layer, thread, watch);
     auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
     const float* scale = layer.input ? nullptr : layer.scale_out;
+    if (!layer.parallel) read_input(layer, thread, watch);
     if (layer.experts) {
       run_experts(layer, scale, thread, watch);
     } else {
-      input = activate(layer, thread, watch);
+      input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+      watch.lap(kPrepare);
       add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
     }
     if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
-  // The input of a dense MLP's second product.
-  Activations activate(const Layer& layer, int thread, Stopwatch& watch) const {
+  // What the MLP and the experts make of the hidden states before their last products.
+  void read_input(const Layer& layer, int thread, Stopwatch& watch) const {
+    if (layer.experts) choose_experts(layer, thread, watch);
+    if (layer.gate_up.weights) activate(layer, thread, watch);
+  }
+
+  // The first product of an MLP of all tokens.
+  void activate(const Layer& layer, int thread, Stopwatch& watch) const {
     const Norm second = norm(layer.post_norm);
     const Norm* before = layer.post_norm ? &second : nullptr;
-    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
     const float* const* changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
-    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / 2, thread);
-    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes);
+    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / (layer.plain ? 1 : 2), thread);
+    const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
+    multiply(layer.gate_up, input, end, m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes, layer.shape);
     watch.lap(kProducts);
-    input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
-    watch.lap(kPrepare);
-    return input;
   }
 
   const float* const* change_down(const Layer& layer, int thread) const {
@@ -248,15 +255,23 @@ class Pass {
     return of[layer.activation];
   }
 
-  // Adds a mixture and the MLP beside it, if there is one, to the hidden states. scale: a factor of the sum, or null.
-  void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
-    const ExpertsStep step(*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width);
+  static Epilogue activation_of(const Layer& layer) {
+    constexpr Epilogue of[] = {Epilogue::kSilu, Epilogue::kGelu, Epilogue::kStore, Epilogue::kExactGelu, Epilogue::kRelu, Epilogue::kRelu2, Epilogue::kXielu};
+    return of[layer.activation];
+  }
+
+  ExpertsStep step_of(const Layer& layer) const {
+    return {*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width};
+  }
+
+  void choose_experts(const Layer& layer, int thread, Stopwatch& watch) const {
+    const ExpertsStep step = step_of(layer);
     const Share share(tokens_.count, thread, pool_.threads());
     const size_t stride = static_cast<size_t>(m_.padded_width);
     const ExpertsNorms* norms = layer.experts->norms;
     const auto write_inputs = [&](const float* weight) {  // of the norm, or null
       for (int i = share.first; i < share.last; ++i) {
-        if (weight) k_.rms_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
+        if (weight) k_.apply_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
         else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
       }
       pool_.meet();
@@ -266,9 +281,19 @@ class Pass {
     if (norms) write_inputs(norms->before);
     if (thread == 0) m_.experts_read_ += step.distinct(thread);
     watch.lap(kPrepare);
+  }
+
+  // Adds a mixture and the MLP beside it, if there is one, to the hidden states, after `read_input`. scale: a factor of the
+  // sum, or null.
+  void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
+    const ExpertsStep step = step_of(layer);
+    const Share share(tokens_.count, thread, pool_.threads());
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    const ExpertsNorms* norms = layer.experts->norms;
     const bool shared = layer.gate_up.weights != nullptr;
     if (shared) {
-      const Activations input = activate(layer, thread, watch);
+      const auto input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+      watch.lap(kPrepare);
       multiply(layer.down, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread, change_down(layer, thread));
     }
     step.multiply(thread);
@@ -277,12 +302,12 @@ class Pass {
     for (int i = share.first; i < share.last; ++i) {
       step.sum(i, thread, sum);
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
-      if (norms) k_.rms_norm(sum, norm(norms->after), m_.padded_width, sum);
+      if (norms) k_.apply_norm(sum, norm(norms->after), m_.padded_width, sum);
       if (shared) {
-        if (norms) k_.rms_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
+        if (norms) k_.apply_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
         k_.accumulate(branch, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
       }
-      if (layer.mlp_out_norm) k_.rms_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
+      if (layer.mlp_out_norm) k_.apply_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
       k_.accumulate(sum, 1.0f, m_.padded_width, residual(i));
       if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
@@ -334,7 +359,7 @@ class Pass {
       float* vector = vectors(i);
       for (int j = 0; j < all; ++j) vector[j] *= from.project_scale;
       for (int first = 0; first < all; first += from.width) {
-        k_.rms_norm(vector + first, Norm{from.norm, from.width, s_.epsilon}, from.width, vector + first);
+        k_.apply_norm(vector + first, Norm{from.norm, from.width, s_.epsilon}, from.width, vector + first);
       }
       for (int j = 0; j < all; ++j) vector[j] = (vector[j] + stored[j] * from.table_scale) * from.sum_scale;
     }
@@ -355,7 +380,7 @@ class Pass {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
-      k_.rms_norm(branch, norm(after), m_.padded_width, branch);
+      k_.apply_norm(branch, norm(after), m_.padded_width, branch);
       for (size_t j = 0; j < stride; ++j) residual(i)[j] += branch[j];
       if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
@@ -483,7 +508,7 @@ class Pass {
       const float* vector = m_.qkv_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_qkv) + query_outputs(layer);
       float* key = attention.qkv + attention.qkv_stride * static_cast<size_t>(i) + layer.heads * layer.dim;
       std::memcpy(key, vector + latent.rank, sizeof(float) * static_cast<size_t>(latent.rotary_dim));
-      k_.rms_norm(vector, Norm{latent.norm, latent.rank, latent.epsilon}, latent.rank, key + latent.rotary_dim);
+      k_.apply_norm(vector, Norm{latent.norm, latent.rank, latent.epsilon}, latent.rank, key + latent.rotary_dim);
     }
   }
 
@@ -584,6 +609,12 @@ class Pass {
   void embed_token(int i, float* out) const {
     read_embedding(i, out);
     if (s_.embed_scale != 1.0f) for (int j = 0; j < m_.padded_width; ++j) out[j] *= s_.embed_scale;
+    if (s_.places) {
+      const int64_t place = std::min(tokens_.positions[i], s_.positions - 1);  // padding: its result is not used
+      const float* added = s_.places + static_cast<size_t>(place) * static_cast<size_t>(m_.padded_width);
+      for (int j = 0; j < m_.padded_width; ++j) out[j] += added[j];
+    }
+    if (s_.embedding_norm) k_.apply_norm(out, norm(s_.embedding_norm), m_.padded_width, out);
   }
 
   void read_embedding(int i, float* out) const {
@@ -607,9 +638,9 @@ class Pass {
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
-    k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
+    k_.apply_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
     enter(i);
-    k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
+    k_.apply_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
     if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }
 
@@ -625,9 +656,9 @@ class Pass {
   }
 
   void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread,
-                const float* const* changes = nullptr) const {
+                const float* const* changes = nullptr, const float* shape = nullptr) const {
     const Share share(panels(linear.outputs), thread, pool_.threads());
-    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes}, share.first, share.last);
+    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes, shape}, share.first, share.last);
     pool_.meet();
   }
 
@@ -641,7 +672,7 @@ class Pass {
       const Share share(tokens_.count, thread, pool_.threads());
       for (int i = share.first; i < share.last; ++i) {
         const size_t at = stride * static_cast<size_t>(i);
-        if (cache_.adapter_of[tokens_.rows[i]]) k_.rms_norm(x + at, *norm, linear.inputs, normed + at);
+        if (cache_.adapter_of[tokens_.rows[i]]) k_.apply_norm(x + at, *norm, linear.inputs, normed + at);
       }
       pool_.meet();
       x = normed;
@@ -744,11 +775,13 @@ class Pass {
     a.gates = layer.gated ? static_cast<size_t>((layer.heads + 2 * layer.kv_heads) * layer.dim) : 0;
     a.norm_all = layer.norm_all != 0;
     a.sinks = layer.sinks;
+    a.norm_after = layer.norm_after != 0;
+    a.cap = layer.cap;
     return a;
   }
 
   float* residual(int i) const { return m_.residual_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_width); }
-  Norm norm(const float* weight) const { return {weight, s_.width, s_.epsilon}; }
+  Norm norm(const float* weight) const { return {weight, s_.width, s_.epsilon, weight && s_.centred ? weight + m_.padded_width : nullptr}; }
 
   Model& m_;
   const Kernels& k_;
@@ -923,7 +956,7 @@ class FusePass {
       std::memcpy(own, from + tap * width, sizeof(float) * width);
       std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(stride) - width));
       const Norm norm = {f_.tap_norms + tap * static_cast<size_t>(stride), f_.target_width, m_.spec.epsilon};
-      m_.kernels.rms_norm(own, norm, stride, own);
+      m_.kernels.apply_norm(own, norm, stride, own);
       std::memcpy(to + tap * width, own, sizeof(float) * width);
     }
   }

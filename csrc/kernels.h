@@ -8,9 +8,9 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-// kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu and kGelu
+// kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu to kXielu
 // apply to every output. kCap: limit * tanh(y / limit).
-enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kCap };
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kExactGelu, kRelu, kRelu2, kXielu, kCap };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -70,16 +70,19 @@ struct LinearCall {
   size_t out_stride;
   float limit = 0.0f;  // of kCap
   const float* const* changes = nullptr;  // per row: numbers to add to its outputs before the epilogue, or null; or null for all rows
+  const float* shape = nullptr;           // of kXielu: its four numbers
 };
 
 struct Range {
   int first, last;  // last is exclusive
 };
 
+// An RMS norm, or with a bias a layer norm.
 struct Norm {
   const float* weight;  // padded with zeros
   int width;            // not padded
   float epsilon;
+  const float* bias = nullptr;  // padded with zeros
 };
 
 struct Rotary {
@@ -121,6 +124,8 @@ struct Attention {
   size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
   bool norm_all;  // whether the norms are over all heads together instead of each head
   const float* sinks;  // [heads], one more score of each head, without a value; or null
+  bool norm_after;  // whether the norms stand behind the rotation
+  float cap;        // scores are cap * tanh(score / cap); 0: they are not capped
 };
 
 enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2 };
@@ -222,7 +227,7 @@ struct Kernels {
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
   // padded inputs; its padding holds zeros.
   void (*quantise)(const float* x, const Norm* norm, const Linear& consumer, const Activations& to, Range rows);
-  void (*rms_norm)(const float* x, const Norm& norm, int padded, float* out);
+  void (*apply_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
   // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the

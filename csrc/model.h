@@ -20,7 +20,7 @@ struct Recurrent {
   const float *rate, *bias, *norm;  // of a gated delta net, or null
 };
 
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };
 
 // Norms of a mixture and of the MLP beside it, where each reads the hidden states and has norms of its own: before the
 // router and the experts (before the MLP: Layer::post_norm), and after the experts and the MLP.
@@ -33,7 +33,9 @@ struct Experts {
   Router router;                 // rows of the experts, then that of the gate of the shared MLP's output, if it has one
   const Linear *gate_up, *down;  // of each expert; all have one shape
   int32_t count, used;           // experts, and experts of a token
-  int32_t normalised;            // whether a token's weights are a softmax over its experts' scores, not over all
+  // How a token's experts follow from the scores: Routing of src/paceline/kernels/experts.py.
+  int32_t normalised, sigmoid, groups, used_groups;
+  const float* correction;       // [count], added to the probabilities for the choice alone, or null
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };
@@ -74,6 +76,7 @@ enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, 
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
+  // Norms of the hidden states, behind whose weights lie their biases if they are layer norms.
   const float* input_norm;  // before attention, or null
   const float* post_norm;   // before the MLP, or null
   const float* q_norm;      // or null
@@ -99,6 +102,11 @@ struct Layer {
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
   const Latent* latent;    // null: attention with keys of its own heads
+  int32_t norm_after;      // whether q_norm and k_norm stand behind the rotation
+  float cap;               // of attention's scores; 0: none
+  int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
+  int32_t plain;           // whether the MLP has no gate: gate_up is up alone
+  const float* shape;      // of the activation: four numbers, or null
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -137,6 +145,9 @@ struct ModelSpec {
   RecurrentShape recurrent;
   const TokenInputs* inputs;  // or null
   float logits_cap;           // 0: none
+  int32_t centred;            // whether the norms of the hidden states are layer norms
+  const float* places;        // [positions][padded width], added to the embedding; or null
+  const float* embedding_norm;  // of the embedding; or null
   int32_t adapters;           // number of adapters, which Layer::changes have
 };
 

@@ -256,7 +256,7 @@ class DeltaWork : public SlotWork<DeltaWork> {
   void finish(int node, int first) const {
     float* to = out(node) + first;
     const float* gate = mixed(node) + s_.channels + first;
-    rms_norm(to, Norm{c_.norm, s_.value_dim, c_.epsilon}, s_.value_dim, to);
+    apply_norm(to, Norm{c_.norm, s_.value_dim, c_.epsilon}, s_.value_dim, to);
     for (int i = 0; i < s_.value_dim; i += 16) store(to + i, load(to + i) * silu(load(gate + i)));
   }
 

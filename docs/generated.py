@@ -224,8 +224,6 @@ def _columns(alike: list[Family]) -> Iterator[str]:
 
 
 def _on_gpus(spec: DecoderSpec) -> str:
-    if any(attention.sinks for attention in spec.attentions):
-        return "no"
     if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
         return "bf16; no graphs"
     has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)

@@ -214,9 +214,9 @@ class Runner:
         plan = backend.plan(positions, longest)
 
         class Noted(CachedAttend):
-            def again(noted, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:  # noqa: N805
+            def again(noted, layer: int, q: Tensor, **how: Any) -> Tensor:  # noqa: N805
                 self.calls.append(layer)
-                return super().again(layer, q, scale=scale, window=window)
+                return super().again(layer, q, **how)
 
         attend = Noted(
             self.cache, backend, plan, Slots.listed(range(first_row, first_row + len(tokens)), tokens.device)

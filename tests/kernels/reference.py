@@ -18,7 +18,7 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache
 from paceline.kernels.abi import ACTIVATION_GROUP
 from paceline.kernels.experts import route
-from paceline.kernels.gpu.steps import ACTIVATIONS, gate
+from paceline.kernels.gpu.steps import ACTIVATIONS, gate, xielu
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.recurrent import _append
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, RecurrentMixer
@@ -124,10 +124,11 @@ def attend(
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, value].
 
-    sinks: [H], one more score of each head, without a value.
+    sinks: [H], one more score of each head, without a value. cap: scores are cap * tanh(scores / cap).
     """
     out = q.new_empty(*q.shape[:2], cache.layer(layer)[1].shape[-1])
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
@@ -136,6 +137,7 @@ def attend(
         k, v = (table[row][:, visible].float() for table in cache.layer(layer))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], 2)
         shares = scores.softmax(dim=2)[..., : len(visible)]
@@ -144,8 +146,12 @@ def attend(
 
 
 def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """``rms_norm``, or x without a weight."""
-    return x if weight is None else rms_norm(x, weight, epsilon)
+    """``rms_norm``, a layer norm of weight and bias [2, width], or x without a weight."""
+    if weight is None:
+        return x
+    if weight.dim() == 1:
+        return rms_norm(x, weight, epsilon)
+    return functional.layer_norm(x, x.shape[-1:], *weight.float(), eps=epsilon)
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,9 @@ class ReferenceDecoder:
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
         context = _ReferencePass(spec, nodes, cache, self._tables, text=text)
         x = self._embedding[new] * spec.embed_scale
+        if spec.positions is not None:
+            x = x + spec.positions[nodes.positions[nodes.read :].clamp(max=spec.max_positions - 1)].float()
+        x = norm(x, spec.embedding_norm, spec.epsilon)
         vectors = None if self._inputs is None else self._inputs(new, x)
         entering = []
         for index, layer in enumerate(self._layers):
@@ -276,14 +285,15 @@ class ReferenceDecoder:
             weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
             mix = context.recurrent if weights.recurrent else context.attention
             mixed = mix(index, layer, normed)
-            x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
-            x = x + norm(layer.mlp(x, spec.epsilon), weights.mlp_out_norm, spec.epsilon)
+            between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
+            made = layer.mlp(x if weights.parallel else between, spec.epsilon)
+            x = between + norm(made, weights.mlp_out_norm, spec.epsilon)
             if weights.input is not None:
                 assert vectors is not None
                 x = x + layer.token_input(x, vectors[:, index], spec.epsilon)
             x = x if weights.scale_out is None else x * weights.scale_out.float()
         context.finish()
-        entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
+        entering.append(norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
         return entering[-1][nodes.text :], features
 
@@ -321,15 +331,21 @@ class _ReferencePass:
         own = 0 if weights.reads_only else kv_count
         qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
         q, k, v, gate = qkv.split_with_sizes([count, own, own, count if weights.gated else 0], dim=1)
-        q = self._normed_heads(q, weights.q_norm)
         cos, sin = (table[self._at] for table in self._tables[layer_index])
+
+        def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+            if weights.norm_after:
+                return self._normed_heads(rotate(x, cos, sin), norm)
+            return rotate(self._normed_heads(x, norm), cos, sin)
+
+        q = turned(q, weights.q_norm)
         if own:
-            k = rotate(self._normed_heads(k, weights.k_norm), cos, sin)
+            k = turned(k, weights.k_norm)
             v = functional.rms_norm(v, (dim,), None, spec.epsilon) if weights.v_norm else v
             write(index, self._cache, self._rows, self._slots, k, v)
         scale = spec.scale_of(weights)
-        seen = self._rows, self._seen, scale, weights.window, weights.sinks
-        attended = attend(index, self._cache, rotate(q, cos, sin), *seen)
+        seen = self._rows, self._seen, scale, weights.window, weights.sinks, weights.cap
+        attended = attend(index, self._cache, q, *seen)
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
@@ -436,7 +452,7 @@ class _ReferenceLayer:
     def _mixed(self, x: Tensor, scores: Tensor, experts: ExpertsWeights) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
         scores = scores if experts.router_bias is None else scores + experts.router_bias.float()
-        weights, chosen = route(scores, experts.used, experts.normalised)
+        weights, chosen = route(scores, experts.routing, experts.correction)
         weights = weights if experts.factors is None else weights * experts.factors.float()[chosen]
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in torch.unique(chosen).tolist():
@@ -447,7 +463,10 @@ class _ReferenceLayer:
     def _run(self, mlp: _GatedMLP | None, x: Tensor) -> Tensor:
         if mlp is None:
             return torch.zeros_like(x)
-        return mlp[1](gate(mlp[0](x), self.weights.activation))
+        inner, weights = mlp[0](x), self.weights
+        if weights.xielu is not None:
+            return mlp[1](xielu(inner, weights.xielu))
+        return mlp[1](ACTIVATIONS[weights.activation](inner) if weights.plain else gate(inner, weights.activation))
 
     def token_input(self, x: Tensor, vectors: Tensor, epsilon: float) -> Tensor:
         """What the layer adds of its tokens' vectors [N, inputs] to x [N, width]."""

@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
+from paceline.kernels.attention.base import SoftmaxTerms
+from paceline.kernels.experts import Routing
 from paceline.kernels.pack import Weight
 from paceline.kernels.spec import ExpertsWeights, Heads, LatentWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
@@ -104,7 +106,15 @@ def with_every_feature(spec: NativeSpec, norm_all: bool = False) -> NativeSpec:
 
 
 def with_experts(
-    spec: NativeSpec, *, count: int = 11, used: int = 3, width: int = 40, normalised: bool = True, shared: bool = False
+    spec: NativeSpec,
+    *,
+    count: int = 11,
+    used: int = 3,
+    width: int = 40,
+    normalised: bool = True,
+    shared: bool = False,
+    sigmoid: bool = False,
+    groups: int = 1,
 ) -> NativeSpec:
     """The spec with mixtures of experts in place of its MLPs, or beside them behind a gate if ``shared``."""
     random = torch.Generator().manual_seed(11)
@@ -120,8 +130,8 @@ def with_experts(
             router=4.0 * normal(count + shared, spec.width),
             gate_up=linears(2 * width, spec.width, layer.qkv.bias),
             down=linears(spec.width, width, layer.qkv.bias),
-            used=used,
-            normalised=normalised,
+            routing=Routing(used, normalised, sigmoid, groups, max(1, groups // 2)),
+            correction=None if groups == 1 else 2.0 * torch.randn(count, generator=random),
             router_bias=None if layer.qkv.bias is None else normal(count),
         )
         return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
@@ -174,8 +184,49 @@ def with_latent(spec: NativeSpec, *, heads: int = 5, rank: int = 48, query_rank:
     return replace(spec, layers=[changed(layer) for layer in spec.layers])
 
 
+def in_parallel(spec: NativeSpec) -> NativeSpec:
+    """The spec with MLPs that read the layers' inputs, layer norms, capped scores, and norms behind the rotation.
+
+    A position's vector and a norm stand behind the embedding; MLPs without experts have no gate.
+    """
+    random = torch.Generator().manual_seed(13)
+
+    def norm(size: int) -> Tensor:
+        return torch.stack([1 + 0.1 * torch.randn(size, generator=random), 0.1 * torch.randn(size, generator=random)])
+
+    def changed(index: int, layer: LayerWeights) -> LayerWeights:
+        more: dict[str, object] = {"parallel": index % 2 == 0, "cap": 2.0, "norm_after": True}
+        more |= {"input_norm": norm(spec.width), "post_norm": norm(spec.width)}
+        if layer.experts is None:
+            assert layer.down is not None
+            inner = layer.down.weight.shape[1]
+            weight = torch.randn(inner, spec.width, generator=random) * spec.width**-0.5
+            bias = None if layer.down.bias is None else torch.randn(inner, generator=random)
+            more |= {"plain": True, "gate_up": LinearWeights(weight.bfloat16(), bias)}
+            more |= {"activation": "gelu"} if index % 2 else {"activation": "xielu", "xielu": XIELU}
+        return replace(layer, **more)  # type: ignore[arg-type]
+
+    return replace(
+        spec,
+        layers=[changed(index, layer) for index, layer in enumerate(spec.layers)],
+        final_norm=norm(spec.width),
+        embedding_norm=norm(spec.width),
+        positions=torch.randn(spec.max_positions, spec.width, generator=random),
+        centred=True,
+    )
+
+
+XIELU = torch.tensor([0.8, 0.3, 0.5, -1e-3])
+
+
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     return KVCache(spec.kv_layers, rows, positions, dtype=dtype)
+
+
+def terms_for(heads: int, device: str = "cpu") -> list[SoftmaxTerms]:
+    """Caps, sinks, and both."""
+    sinks = torch.linspace(-1.0, 2.0, heads, device=device)
+    return [SoftmaxTerms(cap=0.7), SoftmaxTerms(sinks=sinks), SoftmaxTerms(0.7, sinks)]
 
 
 def ragged_cache(

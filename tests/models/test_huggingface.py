@@ -15,7 +15,6 @@ from paceline.models.torch.huggingface import HuggingFaceModel
 
 _BASE = NATIVE["llama"][1]
 _REFUSED = {
-    "softcap": ("gemma2", _BASE | {"head_dim": 8, "sliding_window": 4}),
     "longest sequence": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}),
     "attention interface": (  # GPT-J has one since transformers 5.24
         "xlm",

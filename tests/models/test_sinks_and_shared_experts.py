@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from gguf_support import begun, finish
 from kernels.reference_model import ReferenceModel
 from model_support import VOCABULARY, packed, packed_at_once, random_tokens, tiny
-from paceline import LLM, SamplingParams
+from paceline import SamplingParams
 from paceline.core.nodes import Nodes
-from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.base import FlatModel, cache_of
 from paceline.models.load.loading import open_checkpoint
@@ -97,23 +96,11 @@ def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: 
                 tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         wanted.append(tokens[len(prompt) :])
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    model = reference_of(theirs) if name == "gpt_oss" else in_torch(theirs)
+    model = in_torch(theirs)
     for drafter, rows in ((None, 1), ("ngram", 4)):
         options: dict[str, Any] = {} if drafter is None else {"num_speculative_tokens": 2}
         engine = make_engine(model, drafter=drafter, max_batch_size=rows, max_model_len=48, **options)
         assert answers(run(engine, prompts[:rows], [params] * rows)) == [[text] for text in wanted[:rows]], drafter
-
-
-def test_sinks_are_refused_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
-    with pytest.raises(ModelFormatError, match=r"attention sinks, which only the CPU kernels run: .*dtype='bfloat16'"):
-        LLM(_gpt_oss(), dtype="float32", **options)
-    with pytest.raises(ModelFormatError, match="attention sinks, run on the CPU kernels only"):
-        LLM(_gpt_oss(), attention="padded", **options)
-    monkeypatch.setattr(native, "select", lambda: None)
-    monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
-    with pytest.raises(ModelFormatError, match=r"sinks, which only the CPU kernels run: the C\+\+ extension"):
-        LLM(_gpt_oss(), dtype="bfloat16", **options)
 
 
 @needs_kernels

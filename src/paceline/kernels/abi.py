@@ -52,7 +52,11 @@ class Epilogue(IntEnum):
     CLAMPED_SWIGLU = 4
     SILU = 5
     GELU = 6
-    CAP = 7
+    EXACT_GELU = 7
+    RELU = 8
+    RELU2 = 9
+    XIELU = 10
+    CAP = 11
 
 
 class RecurrentKind(IntEnum):
@@ -69,6 +73,10 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED_SILU = 2
+    GELU = 3
+    RELU = 4
+    RELU2 = 5
+    XIELU = 6
 
 
 class Changed(IntEnum):
@@ -138,7 +146,8 @@ class CExperts(Structure):
 
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
-        ("used", c_int32), ("normalised", c_int32), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
+        ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -171,7 +180,8 @@ class CLayer(Structure):
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("v_norm", c_void_p),
         ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)), ("sinks", c_void_p),
-        ("latent", POINTER(CLatent)), ("changes", POINTER(CLowRank) * 4),
+        ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float), ("parallel", c_int32),
+        ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -211,7 +221,8 @@ class CModelSpec(Structure):
         ("layers", POINTER(CLayer)), ("head", CLinear), ("embedding", c_void_p), ("final_norm", c_void_p),
         ("positions", c_int64), ("layer_count", c_int32), ("width", c_int32), ("epsilon", c_float),
         ("embed_scale", c_float), ("tap_scale", c_float), ("fusion", POINTER(CFusion)), ("recurrent", CRecurrentShape),
-        ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("adapters", c_int32),
+        ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("centred", c_int32), ("places", c_void_p),
+        ("embedding_norm", c_void_p), ("adapters", c_int32),
     )
 
 
@@ -253,6 +264,7 @@ class CAttention(Structure):
         ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
         ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
+        ("norm_after", c_bool), ("cap", c_float),
     )
 
 
@@ -410,4 +422,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "11be2a8277b49522"
+INTERFACE = "e85080e040306c8e"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.tools import ragged_cache
+from kernels.tools import ragged_cache, terms_for
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
@@ -32,8 +32,9 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
     q = torch.randn(rows, groups * shared, new, dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     longest = max(lengths) + spare
+    terms = pick(st.sampled_from([None, *terms_for(groups * shared)]))
     found, expected = [
-        backend.attend(q, keys, values, backend.plan(where, longest), scale=scale, window=window)
+        backend.attend(q, keys, values, backend.plan(where, longest), scale=scale, window=window, terms=terms)
         for backend in (BACKENDS[name](), ReferenceAttention())
     ]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

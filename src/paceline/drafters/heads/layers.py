@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.drafters.heads.config import HeadConfig
-from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.base import Attend, SoftmaxTerms
 from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.models.description.spec import MLPSpec
 from paceline.models.torch.rotary import Rotation, rotate
@@ -104,7 +104,15 @@ class UnrolledAttention:
         self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         """Attention output [B, heads, T, D]. q: [B, heads, T, D]. k, v: [B, key heads, T, D]."""
         steps = self._steps.setdefault(layer, [])

@@ -26,7 +26,7 @@ from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, Na
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
-from paceline.models.description.mixers import gate_last
+from paceline.models.description.mixers import in_order
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 from paceline.models.native.packing import PackedDecoder, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
@@ -127,7 +127,7 @@ def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> La
     name, attention = f"layers.{index}", config.decoder.layers[index].attention
     qkv = _linear(state, *(f"{name}.self_attn.{part}_proj" for part in "qkv"))
     return LayerWeights(
-        qkv=gate_last(_halves_padded(qkv) if index == 0 and not config.own else qkv, attention),
+        qkv=in_order(_halves_padded(qkv) if index == 0 and not config.own else qkv, attention),
         gated=attention.gated,
         attention_out=_linear(state, f"{name}.self_attn.o_proj"),
         gate_up=_linear(state, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),

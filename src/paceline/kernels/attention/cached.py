@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
-from paceline.kernels.attention.base import AttentionBackend, Plan
+from paceline.kernels.attention.base import AttentionBackend, Plan, SoftmaxTerms
 from paceline.kernels.gpu.state import PackedHeads
 
 
@@ -29,23 +29,41 @@ class CachedAttend:
         return self._indices[table]
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         self.cache.write(layer, self._index(layer), k, v)
-        return self.again(layer, q, scale=scale, window=window)
+        return self.again(layer, q, scale=scale, window=window, terms=terms)
 
-    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+    def again(
+        self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
+    ) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""
         keys, values = self.cache.layer(layer)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)
+        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)
 
 
 class PackedCachedAttend(CachedAttend):
     """A ``CachedAttend`` that is an ``AttendPacked``: norm, rotation and cache write in one launch. Needs triton."""
 
-    def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
+    def packed(
+        self,
+        layer: int,
+        heads: PackedHeads,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
+    ) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store
 
         keys, values = self.cache.layer(layer)
         q = turn_and_store(heads, self.plan.slots, keys, values, self.rows.index)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)
+        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)

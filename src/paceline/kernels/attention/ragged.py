@@ -11,13 +11,14 @@ The kernel computes a row's splits from the positions of its queries, so lengths
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan
+from paceline.kernels.attention.base import Plan, SoftmaxTerms
 from paceline.kernels.gpu.launch import capability, multiprocessors, shared_memory
 
 _LOG2_E = 1.4426950408889634
@@ -26,7 +27,7 @@ _JOINED_AT_ONCE = 16
 
 
 # Arguments that vary between prompts and batches are not specialised, so a new length never recompiles the kernel.
-@triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
+@triton.jit(do_not_specialize=["longest", "window", "cap", "rows_times_heads", "new_tokens", "splits"])
 def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -37,7 +38,9 @@ def attend_kernel(
     partial: tl.tensor,
     levels: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     longest: tl.tensor,
     window: tl.tensor,
     rows_times_heads: tl.tensor,
@@ -62,6 +65,8 @@ def attend_kernel(
     BLOCK_V: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     TREE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
 ) -> None:
@@ -77,6 +82,10 @@ def attend_kernel(
     cache_rows: [B] int64, each row's place in k and v.
 
     levels: base-2 logarithm of the sum of the split's weights, -inf where it holds no visible key.
+
+    sinks: with SINKS, [H] float32, times log2(e); with several splits the second kernel adds them.
+
+    scale: of the scores, times log2(e). With CAPPED, the scores are cap * tanh(product * scale).
 
     SPLIT_SIZE: positions per split, counted from position 0; 0 shares each row's blocks evenly among the splits.
     """
@@ -121,6 +130,10 @@ def attend_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if SINKS:  # noqa: SIM102 (known when the kernel is compiled, unlike the number of splits)
+        if splits == 1:
+            top = tl.load(sinks + head, mask=real, other=float("-inf"))
+            total += 1.0
     for block in range(start, stop, BLOCK_N):
         key_at = block + tl.arange(0, BLOCK_N)
         there = key_at < stop
@@ -132,6 +145,8 @@ def attend_kernel(
         k_place = k + cache_row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
         keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if CAPPED:
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
         if TREE == "ancestors":
             new = key_at - base
             among = there & (new >= 0)
@@ -175,8 +190,11 @@ def join_kernel(
     partial: tl.tensor,
     levels: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     lines: tl.tensor,
     splits: tl.tensor,
+    HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -187,6 +205,9 @@ def join_kernel(
     inside = column < DIM
     top = -float("inf")
     total = 0.0
+    if SINKS:
+        top = tl.load(sinks + line % HEADS)
+        total = 1.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
@@ -279,7 +300,15 @@ class RaggedAttention:
         return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         rows, heads, length, dim = q.shape
         groups, value_dim = k_cache.shape[1], v_cache.shape[-1]
@@ -297,9 +326,11 @@ class RaggedAttention:
         if joined and length > most and plan.ancestors is None:
             plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
             pieces = zip(torch.split(q, most, 2), plans, strict=True)
-            return torch.cat(
-                [self.attend(piece, k_cache, v_cache, own, scale=scale, window=window) for piece, own in pieces], 2
-            )
+            how: dict[str, Any] = {"scale": scale, "window": window, "terms": terms}
+            return torch.cat([self.attend(piece, k_cache, v_cache, own, **how) for piece, own in pieces], 2)
+        terms = terms or SoftmaxTerms()
+        scale = dim**-0.5 if scale is None else scale
+        sinks = q if terms.sinks is None else terms.sinks.float() * _LOG2_E
         partial = torch.empty((joined, rows, length, heads, value_dim), dtype=torch.float32, device=q.device)
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
         out = torch.empty((rows, length, heads, value_dim), dtype=q.dtype, device=q.device)
@@ -314,7 +345,9 @@ class RaggedAttention:
             partial,
             levels,
             out,
-            (dim**-0.5 if scale is None else scale) * _LOG2_E,
+            sinks,
+            scale * _LOG2_E if terms.cap is None else scale / terms.cap,
+            0.0 if terms.cap is None else terms.cap * _LOG2_E,
             plan.longest,
             0 if window is None else window,
             rows * heads,
@@ -333,6 +366,8 @@ class RaggedAttention:
             BLOCK_V=block_v,
             SPLIT_SIZE=split_size,
             WINDOWED=window is not None,
+            CAPPED=terms.cap is not None,
+            SINKS=terms.sinks is not None,
             TREE=kind,
             HEAD_TILES=head_tiles,
             num_warps=self.tiles.warps_for(tile, widest),
@@ -341,8 +376,8 @@ class RaggedAttention:
         if joined:
             lines = rows * length * heads
             join_kernel[(lines,)](
-                partial, levels, out, lines, splits, DIM=value_dim, BLOCK_D=block_v, BLOCK_S=_JOINED_AT_ONCE,
-                num_warps=join_warps(block_v),
+                partial, levels, out, sinks, lines, splits, HEADS=heads, SINKS=terms.sinks is not None, DIM=value_dim,
+                BLOCK_D=block_v, BLOCK_S=_JOINED_AT_ONCE, num_warps=join_warps(block_v),
             )  # fmt: skip
         return out.transpose(1, 2)
 

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from paceline.core.cache import KVHeads
 from paceline.errors import ModelFormatError
 from paceline.kernels.delta import DeltaHeads
+from paceline.kernels.experts import Routing
 from paceline.kernels.mamba2 import Mamba2Heads
 from paceline.kernels.spec import Rotary as Rotary
 
@@ -27,11 +28,15 @@ def check(possible: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The norms of the hidden states: RMS norm, or layer norm. affine: whether they have weights."""
+    """The norms of the hidden states: RMS norm, or layer norm.
+
+    affine: whether they have weights, and layer norms biases, too. bias: False for layer norms with weights alone.
+    """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     affine: bool = True
+    bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,10 @@ class AttentionSpec:
     scale: factor of the scores; None: head_dim ** -0.5.
     bias: of queries, keys and values. output_bias: of the output projection.
     interleaved: whether neighbouring elements of a head turn together, (2 i, 2 i + 1), as the weights are stored;
-        backends rotate (i, n + i).
-    qk_norm: RMS norm of queries and keys before the rotation, over each head ("head") or over all heads together
-        ("all"); its epsilon is qk_norm_eps.
+        backends rotate (i, n + i), see ``mixers.in_order``.
+    qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads together ("all"); its epsilon is
+        qk_norm_eps. It stands before the rotation, or behind it (norm_after).
+    cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
@@ -92,9 +98,11 @@ class AttentionSpec:
     scale: float | None = None
     bias: bool = False
     output_bias: bool = False
-    interleaved: bool = False
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_eps: float = 1e-6
+    norm_after: bool = False
+    interleaved: bool = False
+    cap: float | None = None
     sinks: bool = False
     gated: bool = False
     v_norm: bool = False
@@ -108,6 +116,7 @@ class AttentionSpec:
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
+        assert self.qk_norm is None or not self.interleaved, "the norms' weights are in the stored order"
 
     @property
     def cached(self) -> KVHeads:
@@ -145,7 +154,10 @@ class DeltaNetSpec(DeltaHeads):
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A dense MLP. width: inner width. gated: down(activation(gate(x)) * up(x)), else down(activation(up(x)))."""
+    """A dense MLP. width: inner width. gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+
+    activation: a name in ``kernels.gpu.steps``, or "xielu", which has four stored numbers and no gate.
+    """
 
     width: int
     activation: str = "silu"
@@ -158,9 +170,9 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised: whether the weights of the outputs are a softmax over the chosen experts' scores, which is one over all
-        divided by the sum of the chosen; else over all.
-    router_bias: whether the router's scores have a bias.
+    normalised, sigmoid, groups, used_groups: see ``Routing``.
+    router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
+    output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
@@ -171,7 +183,12 @@ class ExpertsSpec:
     used: int
     expert: MLPSpec
     normalised: bool = False
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
     router_bias: bool = False
+    correction: bool = False
+    output_scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
     scores_scale: float = 1.0
@@ -181,6 +198,14 @@ class ExpertsSpec:
     def __post_init__(self) -> None:
         possible = type(self.used) is int and type(self.count) is int and 0 < self.used <= self.count
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
+        groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
+        check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts follow from the scores."""
+        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups)
 
 
 @dataclass(frozen=True)
@@ -203,7 +228,7 @@ class ShortConvSpec:
 
 RecurrentSpec: TypeAlias = DeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec: TypeAlias = AttentionSpec | RecurrentSpec
-NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum"]
+NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -211,7 +236,8 @@ class LayerSpec:
     """One layer: a mixer over tokens, then an MLP over each token's elements.
 
     norms: where the norms of both parts f stand:
-        "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x)).
+        "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x));
+        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm).
     scaled: whether a stored number multiplies the layer's output.
     """
 
@@ -219,6 +245,7 @@ class LayerSpec:
     mlp: MLPSpec | ExpertsSpec
     norms: NormPlaces = "before"
     scaled: bool = False
+    one_norm: bool = False
 
     @property
     def attention(self) -> AttentionSpec:
@@ -262,11 +289,11 @@ class DecoderSpec:
     max_positions: longest sequence in tokens that the model was trained for.
     learned_positions: whether a table of positions is added to the embedding; position_offset is added to its index.
     embed_width: width of the token embedding, which may differ from ``width`` (OPT-350m).
-    embed_scale: factor of the token embedding.
+    embed_scale: factor of the token embedding. embed_norm: whether a norm stands behind it.
     residual_scale: the hidden states between layers are the published model's divided by this number.
     logits_scale: factor of the logits, before logits_cap.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
-    tied: whether the output head is the token embedding.
+    tied: whether the output head is the token embedding. head_bias: whether the output head has a bias.
     headless: whether the checkpoint may lack an output head: its configuration names a model without one. The embedding
         then stands in its place, and texts are embedded only.
     token_inputs: what every layer reads of each token besides; None: nothing.
@@ -287,6 +314,8 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     tied: bool = False
+    embed_norm: bool = False
+    head_bias: bool = False
     headless: bool = False
     token_inputs: TokenInputsSpec | None = None
 

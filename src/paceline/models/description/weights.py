@@ -117,7 +117,7 @@ def _vector(name: str, width: int) -> Slots:
 
 
 def _norm_slots(spec: DecoderSpec, name: str) -> Slots:
-    suffixes = ("weight", "bias") if spec.norm.kind == "layer" else ("weight",)
+    suffixes = ("weight", "bias") if spec.norm.kind == "layer" and spec.norm.bias else ("weight",)
     for suffix in suffixes if spec.norm.affine else ():
         yield from _vector(f"{name}.{suffix}", spec.width)
 
@@ -218,8 +218,17 @@ def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -
         yield from _linear_slots("gate_up", parts, width, spec.bias, layer)
     else:
         yield from _linear_slots("up", {"up": spec.width}, width, spec.bias, layer)
+    if spec.activation == "xielu":
+        for place, name in enumerate(XIELU):
+            yield f"{layer}{name}.weight", Slot(f"{layer}xielu.weight", (1,), place, len(XIELU))
     yield from _linear_slots("down", {"down": width}, spec.width, spec.bias, layer)
 
+
+# Numbers of the activation xIELU (arXiv 2411.13010); those of alpha before their softplus
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+_MATRICES = 3  # dimensions of the matrices of all experts
+_EXACT = frozenset({"router_correction"})  # whose small differences choose experts, so they are never rounded
 
 # Of a mixture and the MLP beside it, in the order of ``kernels.spec.ExpertsNorms``
 EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_norm")
@@ -228,6 +237,8 @@ EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     inner = spec.expert.width
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
+    if spec.correction:
+        yield from _vector(f"{layer}router_correction.weight", spec.count)
     gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
@@ -279,6 +290,7 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
     "before": ("attn_norm", "mlp_norm"),
     "after_sum": ("attn_norm", "mlp_norm"),
     "after": ("attn_out_norm", "mlp_out_norm"),
+    "parallel": ("attn_norm", "mlp_norm"),
     "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
 }
 
@@ -290,7 +302,9 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
     else:
         yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
-        yield from _norm_slots(spec, f"{name}{norm}")
+        for own, slot in _norm_slots(spec, f"{name}{norm}"):
+            shared = layer.one_norm and norm == "mlp_norm"
+            yield own, replace(slot, source=own.replace("mlp_norm", "attn_norm")) if shared else slot
     if layer.scaled:
         yield from _vector(f"{name}scale.weight", 1)
     if spec.token_inputs is not None:
@@ -311,10 +325,10 @@ def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
     if embed != width:
         found |= _linear_slots("project_in", {"project_in": width}, embed, False)
         found |= _linear_slots("project_out", {"project_out": embed}, width, False)
-    if spec.final_norm:
-        found |= _norm_slots(spec, "norm")
+    for norm, present in (("embed_norm", spec.embed_norm), ("norm", spec.final_norm)):
+        found |= _norm_slots(spec, norm) if present else ()
     if not spec.tied:
-        found |= _linear_slots("head", {"head": vocab}, embed, False)
+        found |= _linear_slots("head", {"head": vocab}, embed, spec.head_bias)
     if spec.token_inputs is not None:
         inputs = len(spec.layers) * spec.token_inputs.width
         found |= _linear_slots("input_table", {"input_table": vocab}, inputs, False)
@@ -355,6 +369,7 @@ class Placement:
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
         turned = destination.mT if self.transposed else destination
+        turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
         if not self.interleaved:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
@@ -451,28 +466,38 @@ def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> 
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
     wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
-    if tuple(stored.shape) != wanted:
+    if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
     return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
 
 
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without dimensions of one: numbers and vectors may be stored with some."""
+    return tuple(size for size in shape if size != 1) if len(shape) < _MATRICES else shape
+
+
 def assemble(placements: Sequence[Placement], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Return the model's tensors by name. Each stored tensor is read once, directly into its destination."""
-    shared = {p.slot.target: _shareable(p, dtype, device) for p in placements}
+    shared = {p.slot.target: _shareable(p, _dtype_of(p, dtype), device) for p in placements}
     tensors = {name: tensor for name, tensor in shared.items() if tensor is not None}
     copied = [p for p in placements if p.slot.target not in tensors]
     for p in copied:
         if p.slot.target not in tensors:
-            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=dtype, device=device)
+            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=_dtype_of(p, dtype), device=device)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         deque(pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied), maxlen=0)
     return tensors
 
 
+def _dtype_of(placement: Placement, usual: torch.dtype) -> torch.dtype:
+    return torch.float32 if placement.slot.target.split(".")[-2] in _EXACT else usual
+
+
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.interleaved or placement.plus_one or slot.target_shape != slot.shape
+    changed = placement.transposed or placement.interleaved or placement.plus_one
+    changed = changed or slot.target_shape != tuple(stored.shape)
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None

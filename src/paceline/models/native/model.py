@@ -226,7 +226,7 @@ def _multiply_adds(spec: NativeSpec) -> int:
     counts = [linear.weight.numel() for layer in spec.layers for linear in layer.linears]
     for experts in (layer.experts for layer in spec.layers if layer.experts is not None):
         counts += [experts.router.numel()]
-        counts += [experts.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
+        counts += [experts.routing.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
     inputs = [linear for one in spec.layers if one.input is not None for linear in (one.input.gate, one.input.out)]
     inputs += [] if spec.inputs is None else [spec.inputs.project]
     return sum(counts) + sum(linear.weight.numel() for linear in inputs) + spec.vocab_size * spec.width

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, structs
@@ -21,10 +21,10 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    Activation,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
-    GatedActivation,
     LatentWeights,
     LayerWeights,
     LinearWeights,
@@ -39,10 +39,14 @@ from paceline.models.native.low_rank import LowRank, pack_changes
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
-_ACTIVATIONS: dict[GatedActivation, abi.Activation] = {
+_ACTIVATIONS: dict[Activation, abi.Activation] = {
     "silu": abi.Activation.SILU,
     "gelu_tanh": abi.Activation.GELU_TANH,
     "clamped_silu": abi.Activation.CLAMPED_SILU,
+    "gelu": abi.Activation.GELU,
+    "relu": abi.Activation.RELU,
+    "relu2": abi.Activation.RELU2,
+    "xielu": abi.Activation.XIELU,
 }
 GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 _LINE = 64  # bytes: every weight begins on a cache line
@@ -145,6 +149,9 @@ class _Packer:
             recurrent=_shape_of(spec),
             inputs=None if spec.inputs is None else pointer(self._inputs(spec.inputs, to, head_to)),
             logits_cap=spec.logits_cap or 0.0,
+            centred=spec.centred,
+            places=None if spec.positions is None else self._vector(self._padded(spec.positions)),
+            embedding_norm=self._norm(spec.embedding_norm),
         )
 
     def _inputs(self, inputs: TokenTableWeights, to: Format, table_to: Format) -> abi.CTokenInputs:
@@ -187,7 +194,7 @@ class _Packer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
-            gate_up=abi.CLinear() if layer.gate_up is None else self._gate_up(layer.gate_up, to),
+            gate_up=self._first_of(layer, to),
             down=abi.CLinear() if layer.down is None else self._linear(layer.down, to),
             input_norm=self._norm(layer.input_norm),
             post_norm=self._norm(layer.post_norm),
@@ -211,7 +218,22 @@ class _Packer:
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
             latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
+            norm_after=layer.norm_after,
+            cap=layer.cap or 0.0,
+            parallel=layer.parallel,
+            plain=layer.plain,
+            shape=None if layer.xielu is None else self._vector(self._xielu(layer.xielu)),
         )
+
+    def _first_of(self, layer: LayerWeights, to: Format) -> abi.CLinear:
+        if layer.gate_up is None:
+            return abi.CLinear()
+        return self._linear(layer.gate_up, to) if layer.plain else self._gate_up(layer.gate_up, to)
+
+    def _xielu(self, shape: Tensor) -> Tensor:
+        """Return alpha_p, alpha_n, beta and eps."""
+        p, n, beta, eps = self._maybe_meta(shape).float()
+        return torch.stack([softplus(p), beta + softplus(n), beta, eps])
 
     def _gate_up(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         return self._linear(linear.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to)
@@ -234,14 +256,18 @@ class _Packer:
         )
 
     def _experts(self, experts: ExpertsWeights, to: Format) -> abi.CExperts:
-        count = len(experts.down)
+        count, routing = len(experts.down), experts.routing
         return abi.CExperts(
             router=self._router(experts),
             gate_up=(abi.CLinear * count)(*(self._gate_up(linear, to) for linear in experts.gate_up)),
             down=(abi.CLinear * count)(*(self._linear(linear, to) for linear in experts.down)),
             count=count,
-            used=experts.used,
-            normalised=experts.normalised,
+            used=routing.used,
+            normalised=routing.normalised,
+            sigmoid=routing.sigmoid,
+            groups=routing.groups,
+            used_groups=routing.used_groups,
+            correction=None if experts.correction is None else self._vector(experts.correction),
             factors=None if experts.factors is None else self._vector(experts.factors),
             norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),
         )

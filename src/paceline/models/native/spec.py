@@ -15,30 +15,31 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format, Weight
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    Activation,
     ExpertsNorms,
     ExpertsWeights,
-    GatedActivation,
     Heads,
     LatentWeights,
     LayerWeights,
     LinearWeights,
     NativeSpec,
     RecurrentMixer,
+    Rotary,
     TokenInputWeights,
     TokenTableWeights,
 )
-from paceline.models.description.latent import by_head, first_in_order, queries_in_order
-from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.latent import by_head, queries_in_order
+from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LayerSpec,
     Mamba2Spec,
-    MixerSpec,
     TokenInputsSpec,
 )
-from paceline.models.description.weights import EXPERTS_NORMS, shapes
+from paceline.models.description.weights import EXPERTS_NORMS, NORMS, shapes
 
 
 class ReadMatrix(Protocol):
@@ -51,11 +52,16 @@ class ReadMatrix(Protocol):
         ...
 
 
-ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
+GATED: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "clamped_silu": "clamped_silu"}
+PLAIN: dict[str, Activation] = {
     "silu": "silu",
+    "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
-    "clamped_silu": "clamped_silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
+"""Activations that the kernels have."""
 
 
 def spec_of(
@@ -73,9 +79,10 @@ def spec_of(
     """
     check_reference(spec)
     attention = spec.attentions[0]
-    assert attention.rotary is not None
-
-    source = _WeightSource(weights, readers or {})
+    source = _WeightSource(spec, weights, readers or {})
+    final_norm = source.norm("norm")
+    assert final_norm is not None, "check_reference asks for it"
+    positions = weights.get("positions.weight")
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
@@ -83,9 +90,9 @@ def spec_of(
         head_dim=attention.head_dim,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        rotary=attention.rotary,
+        rotary=attention.rotary or _UNTURNED,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"] * spec.logits_scale,
+        final_norm=final_norm * spec.logits_scale,
         layers=[
             _layer_of(spec, index, place, source)
             for index, place in enumerate(spec.places if places is None else places)
@@ -96,7 +103,13 @@ def spec_of(
         tap_scale=spec.residual_scale,
         inputs=_token_table_of(spec.token_inputs, weights, source.linear),
         logits_cap=spec.logits_cap,
+        centred=spec.norm.kind == "layer",
+        positions=None if positions is None else positions[spec.position_offset :],
+        embedding_norm=source.norm("embed_norm") if spec.embed_norm else None,
     )
+
+
+_UNTURNED = Rotary(())
 
 
 def _token_table_of(
@@ -112,6 +125,7 @@ def _token_table_of(
 class _WeightSource:
     """A model's tensors by the names of ``description.weights``, and what reads those that are not read yet."""
 
+    spec: DecoderSpec
     weights: Mapping[str, Tensor]
     readers: Mapping[str, ReadMatrix]
 
@@ -119,6 +133,20 @@ class _WeightSource:
         """Return a matrix and its bias."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return LinearWeights(weight, bias, self.readers.get(f"{name}.weight"))
+
+    def norm(self, name: str) -> Tensor | None:
+        """Return a norm's weight [width], or weight and bias [2, width] of a layer norm; None if it is not stored."""
+        spec, weight, bias = self.spec, self.weights.get(f"{name}.weight"), self.weights.get(f"{name}.bias")
+        if weight is None and spec.norm.affine:
+            return None
+        weight = torch.ones(spec.width) if weight is None else weight
+        if spec.norm.kind == "rms":
+            return weight
+        return torch.stack([weight, torch.zeros_like(weight) if bias is None else bias])
+
+    def layer_norm(self, layer: LayerSpec, index: int, name: str) -> Tensor | None:
+        """Return a norm of a layer; None if it has none in this place."""
+        return self.norm(f"layers.{index}.{name}") if name in NORMS[layer.norms] else None
 
     def experts(self, name: str) -> list[LinearWeights]:
         """Return the matrix and the bias of each expert."""
@@ -140,12 +168,19 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
         router=torch.cat([_scaled(router.weight, spec.scores_scale), *gate]),
         gate_up=source.experts(f"{name}experts_gate_up"),
         down=source.experts(f"{name}experts_down"),
-        used=spec.used,
-        normalised=spec.normalised,
+        routing=spec.routing,
+        correction=source.weights.get(f"{name}router_correction.weight"),
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
-        factors=source.weights.get(f"{name}experts_scale.weight"),
+        factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
         norms=ExpertsNorms(*norms) if norms else None,
     )
+
+
+def _factors_of(spec: ExpertsSpec, stored: Tensor | None) -> Tensor | None:
+    """Return the factor of each expert's output; None if all are 1."""
+    if spec.output_scale == 1.0:
+        return stored
+    return (torch.ones(spec.count) if stored is None else stored.float()) * spec.output_scale
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -160,25 +195,30 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
     attention = mixer if isinstance(mixer, AttentionSpec) else None
     reads = None if attention is None else attention.reads_layer
     return LayerWeights(
-        qkv=_first_of(mixer, linear(f"{name}qkv")),
+        qkv=in_order(linear(f"{name}qkv"), mixer),
         attention_out=linear(f"{name}o"),
-        gate_up=None if layer.shared is None else linear(f"{name}gate_up"),
+        gate_up=None if layer.shared is None else linear(f"{name}{'gate_up' if layer.shared.gated else 'up'}"),
         down=None if layer.shared is None else linear(f"{name}down"),
-        input_norm=weights.get(f"{name}attn_norm.weight"),
-        post_norm=weights.get(f"{name}mlp_norm.weight"),
-        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
-        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
+        input_norm=source.layer_norm(layer, index, "attn_norm"),
+        post_norm=source.layer_norm(layer, index, "mlp_norm"),
+        attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
+        mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
         q_norm=weights.get(f"{name}q_norm.weight"),
         k_norm=weights.get(f"{name}k_norm.weight"),
         window=None if attention is None else attention.window,
-        rotary=None if attention is None else attention.rotary,
+        rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
         recurrent=None if isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
-        activation=ACTIVATIONS[one.activation],
+        activation=(GATED if one.gated else PLAIN)[one.activation],
+        plain=not one.gated,
+        xielu=weights.get(f"{name}xielu.weight"),
+        parallel=layer.norms == "parallel",
+        cap=None if attention is None else attention.cap,
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
         heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        norm_after=attention is not None and attention.norm_after,
         v_norm=attention is not None and attention.v_norm,
         place=None if reads is None else place,
         reads_only=reads is not None,
@@ -186,13 +226,6 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         scale_out=weights.get(f"{name}scale.weight"),
         latent=None if attention is None else _latent_of(attention, name, source),
     )
-
-
-def _first_of(mixer: MixerSpec, stored: LinearWeights) -> LinearWeights:
-    """Return the first matrix of a layer, in the kernels' order."""
-    if isinstance(mixer, AttentionSpec) and mixer.latent is not None:
-        return first_in_order(stored, mixer)
-    return gate_last(stored, mixer)
 
 
 def _latent_of(spec: AttentionSpec, name: str, source: _WeightSource) -> LatentWeights | None:
@@ -249,15 +282,17 @@ def check_reference(spec: DecoderSpec) -> None:
     shared = [layer.shared for layer in spec.layers if layer.shared is not None]
     mlps = [*shared, *(mixture.expert for mixture in experts)]
     wanted = {
-        "RMS norms before or after each part": spec.norm.kind == "rms"
-        and spec.final_norm
-        and all(layer.norms != "after_sum" for layer in spec.layers),
-        f"gated MLPs ({' or '.join(ACTIVATIONS)})": all(mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps),
+        "norms before or after each part": spec.final_norm and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"activations among {', '.join(GATED)} behind a gate, and {', '.join(PLAIN)} without": all(
+            mlp.activation in (GATED if mlp.gated else PLAIN) for mlp in mlps
+        ),
+        "gates in experts and beside them": all(
+            mixture.expert.gated and (mixture.shared is None or mixture.shared.gated) for mixture in experts
+        ),
         "one activation in a mixture and the MLP beside it": all(
             mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts
         ),
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
-        "rotary positions": all(attention.rotary is not None for attention in attentions),
         "heads of one shape beside recurrent layers": len(shapes) == 1 or not spec.recurrent,
         "recurrent layers of one shape": len(set(spec.recurrent)) <= 1,
         "attention in some layer": bool(attentions),

@@ -31,7 +31,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.slots import Slots
 from paceline.errors import ModelFormatError, PacelineError
-from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.base import Attend, SoftmaxTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
@@ -63,12 +63,15 @@ def _attention(
         raise ModelFormatError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
     if attention_mask is not None:
         raise ModelFormatError(f"{type(module).__name__} makes its own attention mask")
-    special = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if others.get(name) is not None]
-    if special:
-        raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
+    if others.get("position_bias") is not None:
+        raise ModelFormatError(f"{type(module).__name__} needs position_bias in its attention")
+    sinks = others.get("sinks") if others.get("s_aux") is None else others["s_aux"]
+    terms = SoftmaxTerms(others.get("softcap"), None if sinks is None else sinks.flatten())
+    more = {} if terms.cap is None and terms.sinks is None else {"terms": terms}
     own_window = getattr(module, "sliding_window", None)  # of a layer that passes none; who passes None has no window
     window = others.get("sliding_window", own_window)
-    out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    out = paceline_attend(int(layer), query, key, value, scale=scaling, window=window, **more)
     return out.transpose(1, 2).contiguous(), None  # some models rely on contiguous output
 
 
@@ -100,7 +103,15 @@ class _Probe:
         self.windows: dict[int, int | None] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         self.layers.append(layer)
         self.windows[layer] = window

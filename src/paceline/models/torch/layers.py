@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates, SoftmaxTerms
 from paceline.kernels.gpu.state import Norm, PackedHeads
-from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
+from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
-from paceline.models.description.latent import by_head, first_in_order, queries_in_order
-from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.latent import by_head, queries_in_order
+from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -55,12 +57,12 @@ class WeightSource:
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        ordered = gate_last(self._stored(f"{layer}.qkv"), spec)
+        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
         return self._linear(ordered.weight, ordered.bias)
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
-        ordered = [first_in_order(self._stored(f"{layer}.qkv"), spec)]
+        ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
         if f"{layer}.q_b.weight" in self._weights:
             ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
         first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
@@ -128,9 +130,13 @@ class _Attention:
         self.spec, self.place = spec, place
         self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
         self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
-        self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
+        self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
+        self.scores: dict[str, Any] = {"scale": spec.scale, "window": spec.window}
+        sinks = parts.find(f"{layer}.sinks.weight")
+        if spec.cap is not None or sinks is not None:
+            self.scores["terms"] = SoftmaxTerms(spec.cap, sinks)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
@@ -140,14 +146,14 @@ class _Attention:
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
-            out = attend.packed(self.place, packed, scale=spec.scale, window=spec.window)
+            out = attend.packed(self.place, packed, **self.scores)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
             if spec.reads_layer is None:
-                out = attend(self.place, q, k, v, scale=spec.scale, window=spec.window)
+                out = attend(self.place, q, k, v, **self.scores)
             else:
                 assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
-                out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
+                out = attend.again(self.place, q, **self.scores)
         attended = out.transpose(1, 2).reshape(x.shape[0], -1)
         return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
@@ -155,10 +161,12 @@ class _Attention:
         """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
         heads, kv_heads, _ = self.split
         qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and not self.spec.norm_after:
             qk = self._normed(qk, self.qk_norm)
         if rotation is not None:
             qk = rotate(qk, rotation)
+        if self.qk_norm is not None and self.spec.norm_after:
+            qk = self._normed(qk, self.qk_norm)
         if self.spec.v_norm:
             v = functional.rms_norm(v, v.shape[-1:], None, self.spec.qk_norm_eps)
         q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
@@ -210,7 +218,8 @@ class _PlainMLP:
     linears = ("up", "down")
 
     def __init__(self, spec: MLPSpec, parts: WeightSource, layer: str) -> None:
-        self.activation = ACTIVATIONS[spec.activation]
+        shape = parts.find(f"{layer}.xielu.weight")
+        self.activation = ACTIVATIONS[spec.activation] if shape is None else partial(xielu, shape=shape)
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
@@ -220,7 +229,7 @@ class _PlainMLP:
 def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts:
     if isinstance(spec.mlp, ExpertsSpec):
         names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
-        names += ["experts_scale.weight"]
+        names += ["experts_scale.weight", "router_correction.weight"]
         stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
         shared = None if spec.mlp.shared is None else GatedMLP(spec.mlp.shared, parts, layer)
         gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
@@ -320,6 +329,8 @@ class DecoderLayer:
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
         out = self.mixer(normed, forward)
+        if self.spec.norms == "parallel":
+            return _add(steps, x + out, self.mlp(self.norms["mlp_norm"](x), steps), following)
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))

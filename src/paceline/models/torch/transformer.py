@@ -57,8 +57,6 @@ _OURS = {"output": "o", "query_up": "q_b"}  # attributes of layers whose names i
 
 def _check(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``Transformer`` cannot run."""
-    if any(attention.sinks for attention in spec.attentions):
-        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on the CPU kernels only")
     if len(set(spec.recurrent)) > 1:
         raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
 
@@ -110,6 +108,7 @@ class Transformer:
         self.state_shape = mixers[0].shape(len(mixers)) if mixers else None
         inputs = spec.token_inputs
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
+        self._embed_norm = parts.norm("embed_norm") if spec.embed_norm else None
         self._norm = parts.norm("norm") if spec.final_norm else None
         self._head = parts.linear("embed" if spec.tied else "head")
 
@@ -225,7 +224,7 @@ class Transformer:
         if self._positions is not None:
             index = positions.flatten().clamp(max=self.max_positions - 1) + self.spec.position_offset
             x = x + functional.embedding(index, self._positions)
-        return x
+        return x if self._embed_norm is None else self._embed_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
