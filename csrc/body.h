@@ -205,7 +205,7 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
     if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
     const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
-    write_cache(a, a.values, offset, v);
+    if (a.values) write_cache(a, a.values, offset, v);
   }
 }
 
@@ -422,21 +422,21 @@ inline void weigh_block(const Attention& a, const T* values, int count, int begi
                         const Merge* merge, float* running, float* sums, float* tile, const T* upcoming) {
   const bool moved = path && path->from < end;
   if (!moved && count <= kWeighBlock) {
-    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.dim, upcoming);
+    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.value_dim, upcoming);
   } else {
     for (int first = begin; first < end; first += 32) {
       const int keys = end - first < 32 ? end - first : 32;
       if (upcoming) prefetch(upcoming + static_cast<size_t>(first - begin) * a.position_stride, static_cast<size_t>(keys) * a.position_stride * sizeof(T));
       for (int i = 0; i < keys; ++i) {
         const T* value = values + static_cast<size_t>(moved ? slot_of(*path, first + i) : first + i) * a.position_stride;
-        for (int d = 0; d < a.dim; d += 16) store(tile + i * a.dim + d, load_cached<T>(value + d));
+        for (int d = 0; d < a.value_dim; d += 16) store(tile + i * a.value_dim + d, load_cached<T>(value + d));
       }
-      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.dim), keys, first == begin, sums, a.dim, nullptr);
+      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.value_dim), keys, first == begin, sums, a.value_dim, nullptr);
     }
   }
   for (int i = 0; i < count; ++i) {
     const F16 fresh = set1(merge[i].fresh), old = set1(merge[i].old);
-    for (int d = i * a.dim; d < (i + 1) * a.dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
+    for (int d = i * a.value_dim; d < (i + 1) * a.value_dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
   }
 }
 
@@ -475,8 +475,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
                         float* scratch, const uint8_t* then) {
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
-  float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
-  float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
+  float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
+  float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
   Partial partial[kMaxQueries];
   Merge merge[kMaxQueries];
   int low = queries[0].low, high = 0;
@@ -485,7 +485,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
     low = queries[i].low < low ? queries[i].low : low;
     high = queries[i].high > high ? queries[i].high : high;
   }
-  memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.dim) * sizeof(float));
+  memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.value_dim) * sizeof(float));
   const size_t base = cache_offset(a, row, kv_head, 0);
   const T* keys = reinterpret_cast<const T*>(a.keys) + base;
   const T* values = reinterpret_cast<const T*>(a.values) + base;
@@ -505,17 +505,17 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
       }
       const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
       weigh_block(a, values, step, begin, stop, path, s + (begin - start), merge + first,
-                  running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), sums, tile, upcoming);
+                  running + static_cast<size_t>(first) * static_cast<size_t>(a.value_dim), sums, tile, upcoming);
     }
   }
   for (int i = 0; i < count; ++i) {
     const F16 inverse = set1(1.0f / partial[i].total);
-    const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.dim);
+    const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.value_dim);
     if (const float* gate = queries[i].gate) {
-      for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
+      for (int d = 0; d < a.value_dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
       continue;
     }
-    for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
+    for (int d = 0; d < a.value_dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
   }
 }
 
@@ -530,10 +530,10 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
     for (int i = 0; i < shared; ++i) {
-      const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
+      const size_t head = static_cast<size_t>(kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
-      queries[n++] = {row + at, a.out + a.out_stride * static_cast<size_t>(token) + at, static_cast<int>(low), static_cast<int>(high),
-                      a.gates ? row + a.gates + at : nullptr,
+      queries[n++] = {row + head * static_cast<size_t>(a.dim), a.out + a.out_stride * static_cast<size_t>(token) + to,
+                      static_cast<int>(low), static_cast<int>(high), a.gates ? row + a.gates + to : nullptr,
                       a.sinks ? Partial{a.sinks[kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }

@@ -8,15 +8,6 @@
 namespace paceline {
 namespace {
 
-// The rows from `first` on, as the first ones of another set.
-Activations from_row(Activations rows, int first) {
-  const size_t at = static_cast<size_t>(first);
-  rows.data += rows.stride * at;
-  rows.scales += rows.scale_stride * at;
-  rows.sums += rows.sum_stride * at;
-  return rows;
-}
-
 int clamped_quotient(int value, int divisor, int most) { return std::clamp((value + divisor - 1) / divisor, 0, most); }
 
 }  // namespace
@@ -137,7 +128,7 @@ void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const L
   const Share share(pairs(), thread, pool_.threads());
   for (int place = share.first; place < share.last; ++place) {
     const int row = by_token ? sorted(thread).pair(place) / e_.used : place;
-    k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, from_row(b_.rows.view, place), {0, 1});
+    k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, b_.rows.view.from_row(place), {0, 1});
   }
   pool_.meet();
 }
@@ -157,7 +148,7 @@ void ExpertsStep::product(const Linear* experts, Epilogue epilogue, float* out, 
     const int last = clamped_quotient(std::max(0, share.last - before), passes(expert), count);
     if (first >= last) continue;
     const int row = by.first(expert);
-    const LinearCall call = {experts + expert, from_row(b_.rows.view, row), by.rows(expert), epilogue,
+    const LinearCall call = {experts + expert, b_.rows.view.from_row(row), by.rows(expert), epilogue,
                              out + out_stride * static_cast<size_t>(row), out_stride};
     k_.linear(call, first, last);
   }

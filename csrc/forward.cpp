@@ -204,9 +204,10 @@ class Pass {
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
     const bool last = ends_with(index);
-    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * layer.dim;
+    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.recurrent) run_recurrent(layer, index, thread, watch);
+    else if (layer.latent) run_latent(layer, index, last, thread, watch);
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
     if (layer.parallel) read_input(layer, thread, watch);
@@ -460,6 +461,133 @@ class Pass {
     watch.lap(kAttention);
   }
 
+  // The same of latent attention.
+  void run_latent(const Layer& layer, size_t index, bool keys_alone, int thread, Stopwatch& watch) const {
+    const Latent& latent = *layer.latent;
+    const Norm first = norm(layer.input_norm);
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
+    watch.lap(kPrepare);
+    multiply(layer.qkv, input, Epilogue::kStore, m_.qkv_.as<float>(), static_cast<size_t>(m_.padded_qkv), thread);
+    watch.lap(kProducts);
+    Attention attention = describe(layer);
+    attention.qkv = m_.absorbed_.as<float>();
+    attention.qkv_stride = absorbed_width(layer);
+    write_latent_keys(layer, attention, thread);
+    if (!keys_alone) absorb(layer, attention, thread, watch);
+    uint8_t* const values = attention.values;
+    attention.values = nullptr;  // they are written with the keys
+    rotate(layer, attention, thread);
+    watch.lap(kRotary);
+    if (keys_alone) return;
+    attention.values = values;
+    attention.out = m_.mixed_.as<float>();
+    attention.out_stride = static_cast<size_t>(layer.heads * latent.rank);
+    share_key(attention);
+    attend(attention, index, thread);
+    watch.lap(kAttention);
+    multiply_heads(layer, latent.expand, {attention.out, attention.out_stride, static_cast<size_t>(latent.rank), latent.rank},
+                   {m_.attended_.as<float>(), static_cast<size_t>(layer.attention_out.inputs), static_cast<size_t>(latent.value_dim), latent.value_dim},
+                   thread);
+    watch.lap(kProducts);
+  }
+
+  // A row of absorbed queries, and of the key behind them.
+  static size_t absorbed_width(const Layer& layer) { return static_cast<size_t>((layer.heads + 1) * layer.dim); }
+
+  // The numbers of a token that a layer's first matrix gives: of its queries or their vector.
+  static int query_outputs(const Layer& layer) {
+    const Latent& latent = *layer.latent;
+    return latent.query_rank ? latent.query_rank : layer.heads * (latent.key_dim + latent.rotary_dim);
+  }
+
+  // Lays every token's key, before its rotation, behind its absorbed queries.
+  void write_latent_keys(const Layer& layer, const Attention& attention, int thread) const {
+    const Latent& latent = *layer.latent;
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      const float* vector = m_.qkv_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_qkv) + query_outputs(layer);
+      float* key = attention.qkv + attention.qkv_stride * static_cast<size_t>(i) + layer.heads * layer.dim;
+      std::memcpy(key, vector + latent.rank, sizeof(float) * static_cast<size_t>(latent.rotary_dim));
+      k_.apply_norm(vector, Norm{latent.norm, latent.rank, latent.epsilon}, latent.rank, key + latent.rotary_dim);
+    }
+  }
+
+  // The queries of every head, multiplied by the matrix of its keys.
+  void absorb(const Layer& layer, const Attention& attention, int thread, Stopwatch& watch) const {
+    const Latent& latent = *layer.latent;
+    const int query_dim = latent.key_dim + latent.rotary_dim;
+    float* queries = m_.qkv_.as<float>();
+    size_t stride = static_cast<size_t>(m_.padded_qkv);
+    const Share share(tokens_.count, thread, pool_.threads());
+    if (latent.query_rank) {
+      const Linear& up = latent.query_up;
+      const size_t inputs = static_cast<size_t>(up.inputs), rank = static_cast<size_t>(latent.query_rank);
+      float* vectors = m_.vectors_of_queries_.as<float>();
+      for (int i = share.first; i < share.last; ++i) {
+        float* to = vectors + inputs * static_cast<size_t>(i);
+        std::memcpy(to, queries + stride * static_cast<size_t>(i), sizeof(float) * rank);
+        std::memset(to + rank, 0, sizeof(float) * (inputs - rank));
+      }
+      pool_.meet();
+      const Norm of_vector = {latent.query_norm, latent.query_rank, latent.epsilon};
+      const auto input = prepare(vectors, up.inputs, &of_vector, up, thread);
+      watch.lap(kPrepare);
+      queries = m_.queries_.as<float>();
+      stride = static_cast<size_t>(padded(up.outputs, kPanel));
+      multiply(up, input, Epilogue::kStore, m_.queries_.as<float>(), stride, thread);
+      watch.lap(kProducts);
+    }
+    for (int i = share.first; i < share.last; ++i) {
+      for (int head = 0; head < layer.heads; ++head) {
+        const float* query = queries + stride * static_cast<size_t>(i) + head * query_dim;
+        float* to = attention.qkv + attention.qkv_stride * static_cast<size_t>(i) + head * layer.dim;
+        std::memcpy(to, query + latent.key_dim, sizeof(float) * static_cast<size_t>(latent.rotary_dim));
+      }
+    }
+    multiply_heads(layer, latent.absorb, {queries, stride, static_cast<size_t>(query_dim), latent.key_dim},
+                   {attention.qkv + latent.rotary_dim, attention.qkv_stride, static_cast<size_t>(layer.dim), latent.rank}, thread);
+    watch.lap(kProducts);
+  }
+
+  // Numbers of every token and head: `width` of them from x + stride * token + step * head on.
+  struct ByHead {
+    float* x;
+    size_t stride, step;
+    int width;
+    float* at(int token, int head) const { return x + stride * static_cast<size_t>(token) + step * static_cast<size_t>(head); }
+  };
+
+  // The products of every head with its own matrix. Threads share the panels of all heads.
+  void multiply_heads(const Layer& layer, const Linear* matrices, const ByHead& from, const ByHead& to, int thread) const {
+    const int tokens = tokens_.count, count = panels(to.width);
+    const Share rows(layer.heads * tokens, thread, pool_.threads());
+    float* row = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = rows.first; i < rows.last; ++i) {
+      const Linear& matrix = matrices[i / tokens];
+      std::memcpy(row, from.at(i % tokens, i / tokens), sizeof(float) * static_cast<size_t>(from.width));
+      std::memset(row + from.width, 0, sizeof(float) * static_cast<size_t>(matrix.inputs - from.width));
+      k_.quantise(row, nullptr, matrix, m_.by_head_.view.from_row(i), {0, 1});
+    }
+    pool_.meet();
+    const Share share(layer.heads * count, thread, pool_.threads());
+    for (int item = share.first; item < share.last;) {
+      const int head = item / count, first = item % count, last = std::min(count, first + share.last - item);
+      const LinearCall call = {matrices + head, m_.by_head_.view.from_row(head * tokens), tokens, Epilogue::kStore, to.at(0, head), to.stride};
+      k_.linear(call, first, last);
+      item += last - first;
+    }
+    pool_.meet();
+  }
+
+  // Cuts the heads that read one key into groups, as many as threads where that is possible: each is a unit of work.
+  void share_key(Attention& attention) const {
+    const int wanted = std::max(1, pool_.threads() / static_cast<int>(units_.size()));
+    int groups = 1;
+    while (groups < attention.heads && (attention.heads % groups || attention.heads / groups > kMaxQueries || groups < wanted)) ++groups;
+    attention.kv_heads = groups;
+    attention.head_stride = 0;
+  }
+
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
@@ -624,7 +752,7 @@ class Pass {
     a.slots = tokens_.slots;
     a.paths = paths_;
     a.keys = table.keys + offset;
-    a.values = table.values + offset;
+    a.values = table.values ? table.values + offset : nullptr;
     a.row_stride = static_cast<size_t>(table.row_stride);
     a.head_stride = static_cast<size_t>(table.head_stride);
     a.position_stride = static_cast<size_t>(table.position_stride);
@@ -632,6 +760,11 @@ class Pass {
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
+    a.value_dim = layer.dim;
+    if (layer.latent) {
+      a.value_dim = layer.latent->rank;
+      a.values = a.keys + static_cast<size_t>(layer.latent->rotary_dim) * (cache_.bf16 ? 2 : 4);
+    }
     a.capacity = cache_.capacity;
     a.window = layer.window;
     a.scale = layer.scale;
@@ -665,9 +798,21 @@ class Pass {
   std::vector<AdapterRun> adapted_;
 };
 
+void Model::grow_latent(const Layer& layer, int tokens) {
+  const Latent& latent = *layer.latent;
+  const size_t n = static_cast<size_t>(tokens) * sizeof(float);
+  if (latent.query_rank) {
+    vectors_of_queries_.grow(n * static_cast<size_t>(latent.query_up.inputs));
+    queries_.grow(n * static_cast<size_t>(padded(latent.query_up.outputs, kPanel)));
+  }
+  absorbed_.grow(n * static_cast<size_t>((layer.heads + 1) * layer.dim));
+  mixed_.grow(n * static_cast<size_t>(layer.heads * latent.rank));
+  by_head_.grow(layer.heads * tokens + kRowMultiple, std::max(latent.absorb->inputs, latent.expand->inputs));
+}
+
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
-  const int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
+  int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
@@ -678,6 +823,7 @@ void Model::grow(int threads, int tokens) {
   activated_.grow(n * static_cast<size_t>(padded_activated));
   for (const Layer& layer : layers) {
     if (layer.experts) experts_->grow(*layer.experts, threads, tokens, padded_width);
+    if (layer.latent) grow_latent(layer, tokens);
   }
   if (spec.inputs) vectors_.grow(n * static_cast<size_t>(padded(spec.inputs->project.outputs, kPanel)));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
@@ -686,12 +832,16 @@ void Model::grow(int threads, int tokens) {
     ranks_.grow(n * static_cast<size_t>(widest_rank));
     changes_.grow(n * static_cast<size_t>(widest_change));
   }
+  for (const Layer& layer : layers) {
+    if (layer.latent) widest = std::max({widest, layer.latent->query_up.inputs, layer.latent->absorb->inputs, layer.latent->expand->inputs});
+  }
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
     int narrowest = padded_width;
     for (const Layer& layer : layers) {
-      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, layer.input ? layer.input->out.inputs : 0}) {
+      const int others[] = {layer.input ? layer.input->out.inputs : 0, layer.latent ? layer.latent->query_up.inputs : 0};
+      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1]}) {
         if (inputs) narrowest = std::min(narrowest, inputs);  // a mixture may have no MLP of one width
       }
     }

@@ -54,6 +54,11 @@ struct Activations {
   float* scales;  // per row and group of 64
   int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
   size_t scale_stride, sum_stride;
+  // The rows from `first` on, as the first ones of another set.
+  Activations from_row(int first) const {
+    const size_t at = static_cast<size_t>(first);
+    return {data + stride * at, stride, scales + scale_stride * at, sums + sum_stride * at, scale_stride, sum_stride};
+  }
 };
 
 struct LinearCall {
@@ -104,10 +109,11 @@ struct Attention {
   const int64_t* slots;  // null: equal to positions
   const Path* paths;     // per token; null: keys lie at their positions
   uint8_t* keys;         // of this layer: [row][head][position][dim]
-  uint8_t* values;
+  uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written
   size_t row_stride, head_stride, position_stride;  // in elements
   bool bf16;
   int heads, kv_heads, dim;
+  int value_dim;     // width of a value
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
   int64_t window;    // 0: unlimited
   float scale;

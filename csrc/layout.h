@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "b804705d07f7b390";
+constexpr const char* kInterface = "e85080e040306c8e";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -23,16 +23,19 @@ constexpr int32_t kLayout[] = {
   offsetof(Experts, correction), offsetof(Experts, count), offsetof(Experts, down), offsetof(Experts, factors),
   offsetof(Experts, gate_up), offsetof(Experts, groups), offsetof(Experts, normalised), offsetof(Experts, norms),
   offsetof(Experts, router), offsetof(Experts, sigmoid), offsetof(Experts, used), offsetof(Experts, used_groups),
+  sizeof(Latent), offsetof(Latent, absorb), offsetof(Latent, epsilon), offsetof(Latent, expand),
+  offsetof(Latent, key_dim), offsetof(Latent, norm), offsetof(Latent, query_norm), offsetof(Latent, query_rank),
+  offsetof(Latent, query_up), offsetof(Latent, rank), offsetof(Latent, rotary_dim), offsetof(Latent, value_dim),
   sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer), offsetof(Layer, activation),
   offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, cap), offsetof(Layer, changes),
   offsetof(Layer, cosine), offsetof(Layer, dim), offsetof(Layer, down), offsetof(Layer, experts),
   offsetof(Layer, gate_up), offsetof(Layer, gated), offsetof(Layer, heads), offsetof(Layer, input),
-  offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads), offsetof(Layer, mlp_out_norm),
-  offsetof(Layer, norm_after), offsetof(Layer, norm_all), offsetof(Layer, parallel), offsetof(Layer, place),
-  offsetof(Layer, plain), offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv),
-  offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale),
-  offsetof(Layer, scale_out), offsetof(Layer, shape), offsetof(Layer, sine), offsetof(Layer, sinks),
-  offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion),
+  offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads), offsetof(Layer, latent),
+  offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_after), offsetof(Layer, norm_all), offsetof(Layer, parallel),
+  offsetof(Layer, place), offsetof(Layer, plain), offsetof(Layer, post_norm), offsetof(Layer, q_norm),
+  offsetof(Layer, qkv), offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half),
+  offsetof(Layer, scale), offsetof(Layer, scale_out), offsetof(Layer, shape), offsetof(Layer, sine),
+  offsetof(Layer, sinks), offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion),
   offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm), offsetof(Fusion, joint_norm),
   offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
   offsetof(Fusion, normed_state), offsetof(Fusion, tap_count), offsetof(Fusion, tap_norms),
@@ -62,9 +65,9 @@ constexpr int32_t kLayout[] = {
   offsetof(Attention, position_stride), offsetof(Attention, positions), offsetof(Attention, q_norm),
   offsetof(Attention, qkv), offsetof(Attention, qkv_stride), offsetof(Attention, row_stride),
   offsetof(Attention, scale), offsetof(Attention, sinks), offsetof(Attention, slots), offsetof(Attention, v_norm),
-  offsetof(Attention, values), offsetof(Attention, window), sizeof(Rotary), offsetof(Rotary, cosine),
-  offsetof(Rotary, half), offsetof(Rotary, positions), offsetof(Rotary, sine), sizeof(Kept), offsetof(Kept, bf16),
-  offsetof(Kept, capacity), offsetof(Kept, states), sizeof(Entries), offsetof(Entries, starts),
+  offsetof(Attention, value_dim), offsetof(Attention, values), offsetof(Attention, window), sizeof(Rotary),
+  offsetof(Rotary, cosine), offsetof(Rotary, half), offsetof(Rotary, positions), offsetof(Rotary, sine), sizeof(Kept),
+  offsetof(Kept, bf16), offsetof(Kept, capacity), offsetof(Kept, states), sizeof(Entries), offsetof(Entries, starts),
   offsetof(Entries, tokens), offsetof(Entries, values), sizeof(DrawRows), offsetof(DrawRows, bias),
   offsetof(DrawRows, deepest), offsetof(DrawRows, epsilon_cutoff), offsetof(DrawRows, eta_cutoff),
   offsetof(DrawRows, frequency), offsetof(DrawRows, length), offsetof(DrawRows, min_length),

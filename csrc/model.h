@@ -55,6 +55,17 @@ struct TokenInputs {
   float table_scale, project_scale, sum_scale;
 };
 
+// Latent attention (MLA), in the absorbed form of src/paceline/models/description/latent.py. Its layer's qkv gives the
+// queries, or their vector, then the keys' vector and rotated elements. All heads read one key of a token, its rotated
+// elements before its normed vector, which is also its value.
+struct Latent {
+  Linear query_up;                 // of the queries' vector; without weights: qkv gives the queries
+  const Linear *absorb, *expand;   // of each head: a query's elements that are not rotated -> rank, and rank -> value_dim
+  const float *query_norm, *norm;  // of the vectors: [padded query_rank], or null, and [rank]
+  int32_t query_rank, rank, rotary_dim, key_dim, value_dim;
+  float epsilon;
+};
+
 // An adapter's change of a linear layer (LoRA): up(down(x)) is added to the layer's outputs, in their packed order. In
 // float32, with one chain of additions per number, so that a token's bits do not depend on others.
 struct LowRank {
@@ -90,6 +101,7 @@ struct Layer {
   const float* scale_out;   // one factor of the layer's output, or null
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
+  const Latent* latent;    // null: attention with keys of its own heads
   int32_t norm_after;      // whether q_norm and k_norm stand behind the rotation
   float cap;               // of attention's scores; 0: none
   int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
@@ -275,7 +287,7 @@ struct RoundCall {
 // Keys and values of the layers of one shape.
 struct KVTable {
   uint8_t* keys;  // [layer][row][head][position][dim]
-  uint8_t* values;
+  uint8_t* values;  // or null: a value is the last elements of its key
   int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
   int64_t layers, heads, dim;
 };
@@ -374,11 +386,14 @@ class Model {
   friend class HeadPass;
   friend class FusePass;
   void grow(int threads, int tokens);
+  void grow_latent(const Layer& layer, int tokens);
   void read_end(Pool& pool, const Tokens& chunk, int first, const Cache& cache, float* hidden, double* seconds);
 
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
+  Buffer vectors_of_queries_, queries_, absorbed_, mixed_;  // of latent attention
+  Quantised by_head_;                                       // its rows, head after head
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

@@ -96,6 +96,11 @@ _GEMMA4 = _LLAMA | {
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+_LATENT = _LLAMA | {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NATIVE |= {
     "gemma3": ("gemma3_text", _GEMMA3),
@@ -117,6 +122,10 @@ NATIVE |= {
     "qwen3_moe": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
     "olmoe": ("olmoe", _LLAMA | _EXPERTS),
     "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "minicpm3": ("minicpm3", _LATENT | {"scale_depth": 1.4, "dim_model_base": 8}),
+    "youtu": ("youtu", _LATENT | YARN_MSCALE),
+    "youtu with biases": ("youtu", _LATENT | {"rope_interleave": False, "attention_bias": True}),
+    "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }
@@ -137,6 +146,12 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "jetmoe": ("jetmoe", _LLAMA | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "axk1": (  # keys and values of different widths
+        "axk1",
+        _LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
+        | {"topk_group": 1, "first_k_dense_replace": 1},
+    ),
 }
 
 

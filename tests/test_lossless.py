@@ -82,6 +82,7 @@ from toy import (
     tiny_llama,
     tiny_native,
     tiny_native_experts,
+    tiny_native_latent,
     truth_of,
 )
 
@@ -113,13 +114,16 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4": tiny_native_gemma4,
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
+MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
-DRAFTS |= dict.fromkeys(["recurrent", "gemma4", "gemma4 experts", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
+DRAFTS |= dict.fromkeys(
+    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"]
+)
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -131,6 +135,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
+    "latent": lambda: tiny_native_head(MODELS["latent"](), 72),
     "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
@@ -490,6 +495,7 @@ DRAFTERS_OF = {
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
+    "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
     "delta nets on the device": ["model", "ngram", "head", "none"],
@@ -1012,7 +1018,7 @@ BRANCHING_OF = {
     "llama, split": ["model", "head hybrid"],
     "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"],
     "native by the host": ["head", "parallel hybrid"],
-    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts"), ("documents", "hybrid", "head")),
+    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
     **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
     "mamba2": ["hybrid"],

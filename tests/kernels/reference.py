@@ -106,7 +106,10 @@ def seen_by(nodes: Nodes) -> list[Seen]:
 
 
 def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position."""
+    """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position.
+
+    v is stored a second time where values are a part of the keys.
+    """
     at = slots.clamp(max=cache.positions)
     for table, new in zip(cache.layer(layer), (k, v), strict=True):
         table[rows, :, at] = new.to(table.dtype)
@@ -123,11 +126,11 @@ def attend(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D].
+    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, value].
 
     sinks: [H], one more score of each head, without a value. cap: scores are cap * tanh(scores / cap).
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.layer(layer)[1].shape[-1])
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
         visible = slots if window is None else slots[max(0, len(slots) - window) :]
@@ -138,7 +141,7 @@ def attend(
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], 2)
         shares = scores.softmax(dim=2)[..., : len(visible)]
-        out[i] = (shares @ v).view(-1, q.shape[2])
+        out[i] = (shares @ v).flatten(0, 1)
     return out
 
 
@@ -322,6 +325,8 @@ class _ReferencePass:
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
         spec, weights, index = self._spec, layer.weights, self._places[layer_index]
+        if weights.latent is not None:
+            return self._latent(layer_index, layer, normed)
         count, kv_count, dim = spec.heads_of(weights)
         own = 0 if weights.reads_only else kv_count
         qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
@@ -344,6 +349,27 @@ class _ReferencePass:
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
+
+    def _latent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+        """The output of a layer of latent attention [N, width], from its normed input."""
+        weights, index = layer.weights, self._places[layer_index]
+        latent, (count, _, dim) = weights.latent, self._spec.heads_of(weights)
+        assert latent is not None
+        rank, turned = dim - latent.rotary_dim, latent.rotary_dim
+        first = layer.qkv(normed)
+        queries, vector, shared = first.split_with_sizes([first.shape[1] - dim, rank, turned], 1)
+        if layer.query_up is not None and latent.query_norm is not None:
+            queries = layer.query_up(rms_norm(queries, latent.query_norm, latent.epsilon))
+        heads = queries.view(len(normed), count, -1)
+        absorbed = [matrix(heads[:, head, :-turned]) for head, matrix in enumerate(layer.absorb)]
+        q = torch.cat([heads[..., -turned:], torch.stack(absorbed, 1)], 2)
+        k = torch.cat([shared, rms_norm(vector, latent.norm, latent.epsilon)], 1)[:, None]
+        cos, sin = (table[self._at] for table in self._tables[layer_index])
+        k = rotate(k, cos, sin)
+        write(index, self._cache, self._rows, self._slots, k, k[..., turned:])
+        scale = self._spec.scale_of(weights)
+        mixed = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
+        return layer.attention_out(torch.cat([matrix(mixed[:, head]) for head, matrix in enumerate(layer.expand)], 1))
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Norm queries or keys [N, heads, D], each head or all together."""
@@ -393,7 +419,10 @@ class _ReferenceLayer:
         self.weights = weights
         self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
         self._mlp = _made(make, weights.gate_up, weights.down)
-        experts = weights.experts
+        latent, experts = weights.latent, weights.experts
+        self.query_up = None if latent is None or latent.query_up is None else make(latent.query_up)
+        self.absorb = [] if latent is None else [make(matrix) for matrix in latent.absorb]
+        self.expand = [] if latent is None else [make(matrix) for matrix in latent.expand]
         self._experts = (
             [] if experts is None else [_made(make, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
         )

@@ -110,6 +110,7 @@ _NEW = [
     "exaone4 with windows",
 ]  # fmt: skip
 _EXPERTS = ["qwen3_moe", "olmoe", "granitemoe"]
+_LATENT = ["minicpm3", "youtu", "youtu with biases", "youtu without a query vector"]
 _HEADS = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}  # the kernels' narrowest heads
 
 
@@ -122,7 +123,7 @@ def _model(name: str, **changes: object) -> PreTrainedModel:
     return tiny(kind, fields | changes)
 
 
-@pytest.mark.parametrize("name", [*_NEW, *_EXPERTS])
+@pytest.mark.parametrize("name", [*_NEW, *_EXPERTS, *_LATENT])
 def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name: str) -> None:
     width = {"hidden_size": 64} if name == "olmoe" else {}  # whose heads are as wide as the model together
     theirs = _model(name, **_HEADS, **width)
@@ -136,7 +137,7 @@ def test_the_kernels_run_a_family_with_bits_that_do_not_depend_on_the_batch(name
 
 
 def _native_logits(model: NativeModel, length: int, at_once: int = 100) -> Tensor:
-    cache = KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.bfloat16)
+    cache = KVCache(model.kv_layers, 2, 64, dtype=torch.bfloat16)
     tokens, (rows, positions) = random_tokens(1, length)[0], ragged({1: length})
     parts = [
         model.forward(Nodes(*(t[first : first + at_once] for t in (tokens, rows, positions))), cache).hidden

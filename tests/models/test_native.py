@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,16 @@ from torch.nn import functional
 
 from covering import in_pairs
 from kernels.reference_model import ReferenceModel
-from kernels.tools import cache_for, in_parallel, ragged, random_spec, with_every_feature, with_experts, with_sinks
+from kernels.tools import (
+    cache_for,
+    in_parallel,
+    ragged,
+    random_spec,
+    with_every_feature,
+    with_experts,
+    with_latent,
+    with_sinks,
+)
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
@@ -30,6 +40,8 @@ SHAPES = {
     "experts": {"width": 100, "tied": False},
     "experts, every feature": {"bias": True, "window": 20},
     "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
+    "latent": {"width": 100},
+    "latent, experts": {},
     "in parallel": {"width": 100, "qk_norm": True, "bias": True, "tied": False},
     "experts, in parallel": {"window": 20},
 }
@@ -37,8 +49,10 @@ MIXTURES = {
     "experts": {"normalised": False, "count": 21, "used": 4},
     "experts, every feature": {"shared": True},
     "experts, gpt-oss": {},
+    "latent, experts": {"shared": True, "count": 7},
     "experts, in parallel": {"shared": True, "count": 12, "sigmoid": True, "groups": 4},
 }
+LATENT = {"latent": {}, "latent, experts": {"heads": 80, "rank": 64, "query_rank": None}}  # more heads than go together
 EVERY = (*native.available(), *native.emulated())
 ONE = (*native.available()[:1], None)  # kernels, and their reference
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
@@ -48,6 +62,8 @@ def spec_of_shape(shape):
     spec = random_spec(**SHAPES[shape])
     if shape in MIXTURES:
         spec = with_experts(spec, **MIXTURES[shape])
+    if shape in LATENT:
+        spec = with_latent(spec, **LATENT[shape])
     if "gpt-oss" in shape:
         spec = with_sinks(spec)
     if "in parallel" in shape:
@@ -99,8 +115,13 @@ def plain_forward(spec: NativeSpec, tokens):
     entering = []
     for layer in spec.layers:
         entering.append(x * spec.tap_scale)
-        rotary = layer.rotary or spec.rotary
-        heads = linear(norm(x, layer.input_norm), layer.qkv).view(len(tokens), -1, spec.head_dim)
+        rotary, first = layer.rotary or spec.rotary, linear(norm(x, layer.input_norm), layer.qkv)
+        if layer.latent is not None:
+            heads = plain_latent(layer, first, linear, partial(rotate, rotary=rotary))
+            x = x + linear(heads, layer.attention_out)
+            x = x + plain_mlp(layer, norm(x, layer.post_norm), linear)
+            continue
+        heads = first.view(len(tokens), -1, spec.head_dim)
         q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.norm_after:
             q, k = norm(rotate(q, rotary), layer.q_norm), norm(rotate(k, rotary), layer.k_norm)
@@ -125,6 +146,31 @@ def plain_forward(spec: NativeSpec, tokens):
         read = x if layer.parallel else x + attended
         x = x + attended + norm(plain_mlp(layer, norm(read, layer.post_norm), linear), layer.mlp_out_norm)
     return norm(x, spec.final_norm), entering
+
+
+def plain_latent(layer, first, linear, rotate):
+    """The outputs of all heads of latent attention, with keys and values of their own, in plain float32 torch."""
+    latent, (heads, _, dim) = layer.latent, layer.heads
+    turned = latent.rotary_dim
+    queries, vector, shared = first.split([first.shape[1] - dim, dim - turned, turned], 1)
+
+    def norm(x, weight):
+        return functional.rms_norm(x, weight.shape, weight, latent.epsilon)
+
+    if latent.query_up is not None:
+        queries = linear(norm(queries, latent.query_norm), latent.query_up)
+    still, q = queries.view(len(first), heads, -1).tensor_split([-turned], 2)
+    vector = norm(vector, latent.norm)
+    keys = torch.stack([vector @ matrix.weight.float() for matrix in latent.absorb], 1)
+    values = torch.stack([linear(vector, matrix) for matrix in latent.expand], 1)
+    q = torch.cat([still, rotate(q)], 2)
+    k = torch.cat([keys, rotate(shared[:, None]).expand(-1, heads, -1)], 2)
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, values))
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)[0]
+        .transpose(0, 1)
+        .flatten(1)
+    )
 
 
 def plain_mlp(layer, x, linear):
@@ -550,7 +596,7 @@ def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatc
 def cache_for_model(model):
     from paceline.core.cache import KVCache
 
-    return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
+    return KVCache(model.kv_layers, 2, 64, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])

@@ -82,8 +82,7 @@ def in_torch(theirs: PreTrainedModel, adapters: dict[str, Path], number: int) ->
 
 
 def cache_of(model: NativeModel, adapter_of: Sequence[int]) -> KVCache:
-    heads, dims = zip(*model.kv_layers, strict=True)
-    cache = KVCache(len(heads), len(adapter_of), heads, 64, dims, dtype=torch.bfloat16)
+    cache = KVCache(model.kv_layers, len(adapter_of), 64, dtype=torch.bfloat16)
     cache.adapter_of[:] = torch.tensor(adapter_of)
     return cache
 

@@ -80,6 +80,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in ("minicpm3", "youtu")},
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }

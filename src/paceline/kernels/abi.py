@@ -151,6 +151,16 @@ class CExperts(Structure):
     )
 
 
+class CLatent(Structure):
+    """csrc: Latent."""
+
+    _fields_ = (
+        ("query_up", CLinear), ("absorb", POINTER(CLinear)), ("expand", POINTER(CLinear)), ("query_norm", c_void_p),
+        ("norm", c_void_p), ("query_rank", c_int32), ("rank", c_int32), ("rotary_dim", c_int32), ("key_dim", c_int32),
+        ("value_dim", c_int32), ("epsilon", c_float),
+    )
+
+
 class CLowRank(Structure):
     """csrc: LowRank."""
 
@@ -170,8 +180,8 @@ class CLayer(Structure):
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("v_norm", c_void_p),
         ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)), ("sinks", c_void_p),
-        ("norm_after", c_int32), ("cap", c_float), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
-        ("changes", POINTER(CLowRank) * 4),
+        ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float), ("parallel", c_int32),
+        ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -251,10 +261,10 @@ class CAttention(Structure):
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
         ("positions", c_void_p), ("slots", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
         ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("capacity", c_int64),
-        ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p),
-        ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool),
-        ("cap", c_float),
+        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
+        ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
+        ("norm_after", c_bool), ("cap", c_float),
     )
 
 
@@ -367,9 +377,9 @@ class CRoundCall(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLowRank, CLayer, CFusion, CRecurrentShape,
-    CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows, CShortHead,
-    CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CLowRank, CLayer, CFusion,
+    CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
+    CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_interface": (c_char_p, ()),
@@ -412,4 +422,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "b804705d07f7b390"
+INTERFACE = "e85080e040306c8e"

@@ -135,6 +135,33 @@ class ExpertsWeights:
         return self.router.shape[0] > len(self.down)
 
 
+@dataclass(frozen=True)
+class LatentWeights:
+    """Latent attention (MLA), in the absorbed form of ``models.description.latent``.
+
+    All heads read one key of a token: ``rotary_dim`` rotated elements, then its vector behind a norm, [rank]. That
+    vector is also its value. The layer's qkv has the rows of the queries, or of their vector, then those of the keys'
+    vector and of the rotated elements.
+    query_up: makes the queries from their vector, which then has the norm ``query_norm``; None: qkv has the queries. A
+        head's query is ``key_dim`` elements, then the rotated ones.
+    absorb, expand: of each head: [rank, key_dim], applied to a query; [value_dim, rank], to the weighted sum of
+        vectors.
+    """
+
+    rotary_dim: int
+    absorb: Sequence[LinearWeights]
+    expand: Sequence[LinearWeights]
+    norm: Tensor
+    query_up: LinearWeights | None = None
+    query_norm: Tensor | None = None
+    epsilon: float = 1e-6
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        """The matrices that every token is multiplied by."""
+        return (*self.absorb, *self.expand, *([] if self.query_up is None else [self.query_up]))
+
+
 class Heads(NamedTuple):
     """Number of query heads and of key heads, and their width."""
 
@@ -192,6 +219,7 @@ class LayerWeights:
     reads_only: whether an earlier layer writes its keys and values; qkv then has queries only.
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
+    latent: of latent attention, whose heads are those of the absorbed form; None: keys and values of its own heads.
     """
 
     qkv: LinearWeights
@@ -219,6 +247,7 @@ class LayerWeights:
     reads_only: bool = False
     input: TokenInputWeights | None = None
     scale_out: Tensor | None = None
+    latent: LatentWeights | None = None
     plain: bool = False
     xielu: Tensor | None = None
     parallel: bool = False
@@ -228,7 +257,8 @@ class LayerWeights:
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
         dense = (self.gate_up, self.down)
-        return self.qkv, self.attention_out, *(linear for linear in dense if linear is not None)
+        of_latent = () if self.latent is None else self.latent.linears
+        return self.qkv, self.attention_out, *of_latent, *(linear for linear in dense if linear is not None)
 
 
 @dataclass(frozen=True)
@@ -303,8 +333,14 @@ class NativeSpec:
         """The key heads of every layer of the cache."""
         if self.read_from is not None:
             return self.read_from
-        heads = (self.heads_of(layer) for layer in self.layers if layer.recurrent is None and not layer.reads_only)
-        return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
+        writers = (layer for layer in self.layers if layer.recurrent is None and not layer.reads_only)
+        return tuple(self._cached(layer) for layer in writers)
+
+    def _cached(self, layer: LayerWeights) -> KVHeads:
+        heads = self.heads_of(layer)
+        if layer.latent is None:
+            return KVHeads(heads.kv_heads, heads.dim)
+        return KVHeads(1, heads.dim, layer.latent.norm.shape[0], values_in_keys=True)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -208,8 +208,6 @@ def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
 
 def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
     """Allocate the keys and values of a model, and its recurrent states."""
-    layers = kv_layers_of(model)
-    heads, dims = [each.heads for each in layers], [each.dim for each in layers]
-    sizes = len(layers), rows, heads, positions, dims, model.dtype, model.device
+    sizes = kv_layers_of(model), rows, positions, model.dtype, model.device
     shape = state_shape_of(model)
     return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)

@@ -27,7 +27,8 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
     lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
     window, scale = pick(st.sampled_from([None, None, 1, 3, 100])), pick(st.sampled_from([None, 0.3, 1.0]))
     spare = pick(st.integers(0, 3))
-    keys, values = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    seed, value_dim = pick(st.integers(0, 1000)), pick(st.sampled_from([None, 2, 12]))
+    keys, values = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     q = torch.randn(rows, groups * shared, new, dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     longest = max(lengths) + spare

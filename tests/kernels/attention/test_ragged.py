@@ -67,7 +67,8 @@ def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.Dat
         "scale": pick(st.sampled_from([None, 0.3])),
     }
     how |= {"terms": pick(st.sampled_from([None, *terms_for(groups * shared, DEVICE)]))}
-    cache = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    seed, value_dim = pick(st.integers(0, 1000)), pick(st.sampled_from([None, 8, 20]))
+    cache = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     q = torch.randn(rows, groups * shared, new, dim)
     compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)

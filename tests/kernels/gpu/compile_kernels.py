@@ -165,8 +165,8 @@ def attention() -> dict[str, Used]:
         cases = [cases[1], cases[4]]
     for element, (dim, tile, shared, split, window, tree) in cases:
         constants = {
-            "GROUPS": 8, "SHARED": shared, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
-            "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+            "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1,
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.layers import HeadLayer, HeadStep, rms_norm
 from paceline.kernels.attention.base import Attend
-from paceline.models.torch.layers import RotaryAngles, Rotation
+from paceline.models.torch.rotary import RotaryAngles, Rotation
 
 
 class Head(nn.Module):

@@ -15,7 +15,7 @@ from paceline.drafters.heads.config import HeadConfig
 from paceline.kernels.attention.base import Attend, SoftmaxTerms
 from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.models.description.spec import MLPSpec
-from paceline.models.torch.layers import Rotation, rotate
+from paceline.models.torch.rotary import Rotation, rotate
 
 
 class HeadStep(NamedTuple):

@@ -1,6 +1,7 @@
 """The protocol of attention backends.
 
-Shapes: B rows, L new tokens per row, R rows of the cache, H heads, G key/value heads, P positions, D head width.
+Shapes: B rows, L new tokens per row, R rows of the cache, H heads, G key/value heads, P positions, D width of a query
+and key, V width of a value.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         terms: SoftmaxTerms | None = None,
     ) -> Tensor:
-        """q [B, H, L, D] over k_cache, v_cache [R, G, P, D] (this layer, new keys written) -> [B, H, L, D].
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
 
         ``scale`` defaults to D ** -0.5; ``window`` is a sliding window in positions, or None.
         """
@@ -122,7 +123,7 @@ class AttentionBackend(Protocol):
 class Attend(Protocol):
     """The call that a model makes once per layer: write the new keys and values, then attend over the row's prefix.
 
-    layer: of the cache. q [B, H, L, D], k and v [B, G, L, D] (rotary already applied) -> [B, H, L, D].
+    layer: of the cache. q [B, H, L, D], k [B, G, L, D] (rotary already applied), v [B, G, L, V] -> [B, H, L, V].
     """
 
     def __call__(
@@ -145,7 +146,7 @@ class AttendAgain(Protocol):
     def again(
         self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
     ) -> Tensor:
-        """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, D]."""
+        """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, V]."""
         ...
 
 

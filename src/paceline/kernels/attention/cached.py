@@ -19,10 +19,10 @@ class CachedAttend:
     ) -> None:
         self.cache, self.backend, self.plan, self.rows, self.states = cache, backend, plan, rows, states
         plan.cache_rows = rows
-        self._indices: dict[int, Tensor] = {}  # by table of the cache
+        self._indices: dict[int, list[Tensor]] = {}  # by table of the cache
 
-    def _index(self, layer: int) -> Tensor:
-        """The index of the layer's new keys, made once for each table of the cache."""
+    def _index(self, layer: int) -> list[Tensor]:
+        """The indices of the layer's new keys and values, made once for each table of the cache."""
         table = self.cache.places[layer][0]
         if table not in self._indices:
             self._indices[table] = self.cache.write_index(self.rows.index, self.plan.slots, table)

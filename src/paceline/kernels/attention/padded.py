@@ -32,16 +32,16 @@ class PaddedAttention:
         terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         q_BHLD = q
-        k_BGPD, v_BGPD = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
+        k_BGPD, v_BGPV = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
         packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, window, q.dtype)
         if terms is None:
-            out = F.scaled_dot_product_attention(packed, k_BGPD, v_BGPD, attn_mask=mask, scale=scale)
+            out = F.scaled_dot_product_attention(packed, k_BGPD, v_BGPV, attn_mask=mask, scale=scale)
         else:
             scores = packed.float() @ k_BGPD.float().mT * (dim**-0.5 if scale is None else scale)
-            out = (_weights(scores, mask, length, terms) @ v_BGPD.float()).to(q.dtype)
-        return out.reshape(rows, heads, length, dim)
+            out = (_weights(scores, mask, length, terms) @ v_BGPV.float()).to(q.dtype)
+        return out.reshape(rows, heads, length, -1)
 
 
 def _weights(scores: Tensor, mask: Tensor, length: int, terms: SoftmaxTerms) -> Tensor:

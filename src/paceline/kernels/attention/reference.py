@@ -28,11 +28,11 @@ class ReferenceAttention:
         window: int | None,
         terms: SoftmaxTerms | None = None,
     ) -> Tensor:
-        """Attend from q [B, H, L, D] over k_cache, v_cache [R, G, P, D] -> [B, H, L, D]."""
+        """Attend from q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] -> [B, H, L, V]."""
         k_cache, v_cache = plan.of_rows(k_cache), plan.of_rows(v_cache)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         group = q.shape[1] // k_cache.shape[1]
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         for row in range(q.shape[0]):
             visible = visible_keys(plan, row, window)
             k = k_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)  # [H, P, D]

@@ -53,7 +53,7 @@ class SplitAttention:
 
         if not q.is_cuda:
             return torch.cat([one(row) for row in range(len(plan.rows))])
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         main, streams = torch.cuda.current_stream(q.device), _streams(q.device)[: len(plan.rows)]
         for stream in streams:
             stream.wait_stream(main)

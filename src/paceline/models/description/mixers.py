@@ -11,6 +11,7 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description.latent import first_in_order
 from paceline.models.description.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, MixerSpec, RecurrentSpec
 
 
@@ -36,6 +37,8 @@ def in_order(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """
     if not isinstance(spec, AttentionSpec):
         return qkv
+    if spec.latent is not None:
+        return first_in_order(qkv, spec)
     ordered = qkv.reordered(lambda rows: _gates_last(rows, spec)) if spec.gated else qkv
     return ordered.reordered(lambda rows: pairs_apart(rows, spec)) if spec.interleaved else ordered
 

@@ -40,6 +40,35 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): one vector of a token stands for all heads.
+
+    A matrix makes each head's ``key_dim`` elements of a key and ``value_dim`` of a value from a vector of ``rank``
+    elements behind an RMS norm. ``rotary_dim`` more elements of a key, which all heads share, hold the position.
+    query_rank: width of the vector, behind an RMS norm, that a matrix makes the queries from; None: they are made from
+        the hidden states.
+    norm_eps: epsilon of both norms.
+    """
+
+    rank: int
+    rotary_dim: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        sizes = f"kv_lora_rank={self.rank}, qk_rope_head_dim={self.rotary_dim}, qk_nope_head_dim={self.key_dim}"
+        widths = self.rank, self.rotary_dim, self.key_dim, self.value_dim, self.query_rank or 1
+        check(min(widths) > 0, f"{sizes}, v_head_dim={self.value_dim}, q_lora_rank={self.query_rank}")
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query as the weights make it: ``key_dim`` elements, then those that are rotated."""
+        return self.key_dim + self.rotary_dim
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer.
 
@@ -57,6 +86,8 @@ class AttentionSpec:
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
+    latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
+        which is also its value. So kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
 
     heads: int
@@ -77,6 +108,7 @@ class AttentionSpec:
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
@@ -85,6 +117,13 @@ class AttentionSpec:
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
         assert self.qk_norm is None or not self.interleaved, "the norms' weights are in the stored order"
+
+    @property
+    def cached(self) -> KVHeads:
+        """What the cache holds of a token."""
+        if self.latent is None:
+            return KVHeads(self.kv_heads, self.head_dim)
+        return KVHeads(1, self.head_dim, self.latent.rank, values_in_keys=True)
 
     @property
     def query_width(self) -> int:
@@ -293,8 +332,8 @@ class DecoderSpec:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether every layer is attention, without gates or sinks."""
-        return not self.recurrent and not any(attention.gated or attention.sinks for attention in self.attentions)
+        """Whether every layer is attention with keys and values of its own heads, without gates or sinks."""
+        return not self.recurrent and not any(a.gated or a.sinks or a.latent for a in self.attentions)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
@@ -304,7 +343,7 @@ class DecoderSpec:
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
-        return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
+        return tuple(attention.cached for attention in self.attentions if attention.reads_layer is None)
 
     @property
     def places(self) -> tuple[int, ...]:

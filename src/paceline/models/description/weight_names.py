@@ -3,6 +3,7 @@
 Paceline's names: ``embed``, ``positions``, ``norm``, ``head``, ``project_in``, ``project_out``, and per layer
 ``layers.N.`` followed by ``q``, ``k``, ``v`` (or ``qkv``), ``o``, ``gate``, ``up`` (or ``gate_up``), ``down`` and the
 norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` (after), ``q_norm``, ``k_norm``.
+Latent attention has ``q_a``, ``q_a_norm`` and ``q_b`` (or ``q``), ``kv_a``, ``kv_a_norm``, ``kv_b`` and ``o``.
 Inputs by token (``TokenInputsSpec``) are ``input_table``, ``input_project``, ``input_norm``, and per layer
 ``input_gate``, ``input_out``, ``input_out_norm``; a number that scales a layer's output is ``scale.weight``. A
 mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or

@@ -17,6 +17,7 @@ from paceline.models.description.spec import (
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     Mamba2Spec,
     MixerSpec,
@@ -138,7 +139,23 @@ def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], lay
     return {target: sum(parts.values())} if f"{layer}{target}.weight" in stored else parts
 
 
+def _latent_slots(spec: AttentionSpec, latent: LatentSpec, width: int, layer: str) -> Slots:
+    queries = spec.heads * latent.query_dim
+    first = {"q": queries} if latent.query_rank is None else {"q_a": latent.query_rank}
+    yield from _linear_slots("qkv", {**first, "kv_a": latent.rank + latent.rotary_dim}, width, spec.bias, layer)
+    if latent.query_rank is not None:
+        yield from _vector(f"{layer}q_a_norm.weight", latent.query_rank)
+        yield from _linear_slots("q_b", {"q_b": queries}, latent.query_rank, False, layer)
+    yield from _vector(f"{layer}kv_a_norm.weight", latent.rank)
+    both = spec.heads * (latent.key_dim + latent.value_dim)
+    yield from _linear_slots("kv_b", {"kv_b": both}, latent.rank, False, layer)
+    yield from _linear_slots("o", {"o": width}, spec.heads * latent.value_dim, spec.output_bias, layer)
+
+
 def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    if spec.latent is not None:
+        yield from _latent_slots(spec, spec.latent, width, layer)
+        return
     queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
     own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
     for name, slot in _linear_slots(

@@ -23,6 +23,7 @@ from paceline.models.families import (
     lfm2,
     lfm2_moe,
     llama,
+    minicpm3,
     ministral3,
     mistral,
     olmo2,
@@ -37,6 +38,7 @@ from paceline.models.families import (
     qwen3_moe,
     qwen3_next,
     smollm3,
+    youtu,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.families.wrappers import WRAPPERS, in_wrapper
@@ -46,6 +48,7 @@ _MODULES = (
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
     *(granitemoehybrid, lfm2, lfm2_moe),
+    *(minicpm3, youtu),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -105,7 +105,7 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> Path:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     if not spec.plain_attention:
-        allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
+        allowed = f"1 with {source}: recurrent layers, latent attention, gates and sinks are not split over ranks yet"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)
     return source

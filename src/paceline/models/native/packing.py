@@ -25,6 +25,7 @@ from paceline.kernels.spec import (
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
+    LatentWeights,
     LayerWeights,
     LinearWeights,
     NativeSpec,
@@ -216,6 +217,7 @@ class _Packer:
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
+            latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
             norm_after=layer.norm_after,
             cap=layer.cap or 0.0,
             parallel=layer.parallel,
@@ -235,6 +237,23 @@ class _Packer:
 
     def _gate_up(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         return self._linear(linear.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to)
+
+    def _latent(self, latent: LatentWeights, to: Format) -> abi.CLatent:
+        count, up, query_norm = len(latent.absorb), latent.query_up, latent.query_norm
+        rank, key_dim = latent.absorb[0].weight.shape
+        return abi.CLatent(
+            query_up=abi.CLinear() if up is None else self._linear(up, to),
+            absorb=(abi.CLinear * count)(*(self._linear(linear, to) for linear in latent.absorb)),
+            expand=(abi.CLinear * count)(*(self._linear(linear, to) for linear in latent.expand)),
+            query_norm=self._norm(query_norm),
+            norm=self._vector(latent.norm),
+            query_rank=0 if query_norm is None else query_norm.shape[0],
+            rank=rank,
+            rotary_dim=latent.rotary_dim,
+            key_dim=key_dim,
+            value_dim=latent.expand[0].weight.shape[0],
+            epsilon=latent.epsilon,
+        )
 
     def _experts(self, experts: ExpertsWeights, to: Format) -> abi.CExperts:
         count, routing = len(experts.down), experts.routing

@@ -21,6 +21,7 @@ from paceline.kernels.spec import (
     ExpertsWeights,
     FusionWeights,
     Heads,
+    LatentWeights,
     LayerWeights,
     LinearWeights,
     NativeSpec,
@@ -29,6 +30,7 @@ from paceline.kernels.spec import (
     TokenInputWeights,
     TokenTableWeights,
 )
+from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
@@ -245,6 +247,25 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         reads_only=reads is not None,
         input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
         scale_out=weights.get(f"{name}scale.weight"),
+        latent=None if attention is None else _latent_of(attention, name, source),
+    )
+
+
+def _latent_of(spec: AttentionSpec, name: str, source: _WeightSource) -> LatentWeights | None:
+    """Return what makes a layer's attention latent; None for other attention. name: of the layer, with a point."""
+    latent, weights = spec.latent, source.weights
+    if latent is None:
+        return None
+    absorb, expand = by_head(weights[f"{name}kv_b.weight"], spec)
+    query_rank = latent.query_rank
+    return LatentWeights(
+        latent.rotary_dim,
+        [LinearWeights(matrix) for matrix in absorb],
+        [LinearWeights(matrix) for matrix in expand],
+        weights[f"{name}kv_a_norm.weight"],
+        query_up=None if query_rank is None else queries_in_order(source.linear(f"{name}q_b"), spec),
+        query_norm=None if query_rank is None else weights[f"{name}q_a_norm.weight"],
+        epsilon=latent.norm_eps,
     )
 
 
@@ -305,6 +326,7 @@ def check_reference(spec: DecoderSpec) -> None:
         ),
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
+        "latent attention of one shape": len({attention.latent for attention in attentions}) <= 1,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
@@ -316,8 +338,13 @@ def check_spec(spec: NativeSpec) -> None:
     for layer in spec.layers:
         if layer.recurrent is not None:
             _check_recurrent(layer.recurrent)
-    for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
-        if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
+    for layer in spec.layers:
+        if layer.latent is not None and layer.latent.norm.shape[0] % 16:
+            needed = "vectors of latent attention whose width is a multiple of 16"
+            raise ModelFormatError(f"the CPU kernels need {needed}; not {layer.latent.norm.shape[0]}")
+    for heads, latent in dict.fromkeys((spec.heads_of(layer), layer.latent is not None) for layer in spec.layers):
+        too_many = heads.heads // heads.kv_heads > 64 and not latent  # whose one key serves groups of heads
+        if heads.dim % 16 or heads.heads % heads.kv_heads or too_many:
             shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
             needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")

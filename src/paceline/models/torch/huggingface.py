@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.slots import Slots
 from paceline.errors import ModelFormatError, PacelineError
 from paceline.kernels.attention.base import Attend, SoftmaxTerms
@@ -95,12 +95,11 @@ class _Echo(nn.Module):
 
 
 class _Probe:
-    """An ``attend`` that records the shapes and windows of its calls and returns zeros."""
+    """An ``attend`` that records the heads and windows of its calls and returns zeros."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        self.kv_heads: set[int] = set()
-        self.head_dims: set[int] = set()
+        self.heads: dict[int, KVHeads] = {}
         self.windows: dict[int, int | None] = {}
 
     def __call__(
@@ -116,8 +115,8 @@ class _Probe:
     ) -> Tensor:
         self.layers.append(layer)
         self.windows[layer] = window
-        self.kv_heads |= {k.shape[1], v.shape[1]}
-        self.head_dims |= {q.shape[-1], k.shape[-1], v.shape[-1]}
+        width = v.shape[-1]
+        self.heads[layer] = KVHeads(k.shape[1], k.shape[-1], None if width == k.shape[-1] else width)
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
 
@@ -141,7 +140,8 @@ class HuggingFaceModel:
         self._decoder, self._head = self._wire(model)
         probe = self._probe()
         self.layers = len(probe.layers)
-        (self.kv_heads,), (self.head_dim,) = probe.kv_heads, probe.head_dims
+        self.kv_layers = [probe.heads[layer] for layer in range(self.layers)]
+        self.kv_heads, self.head_dim, *_ = self.kv_layers[0]
         self._check_windows(config, probe)
         self._check_logits(model)
 
@@ -269,8 +269,6 @@ class HuggingFaceModel:
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
         )
-        same = len(probe.kv_heads) == 1 and len(probe.head_dims) == 1
-        self._refuse_unless(same, "its layers differ in the number or width of their key and value heads")
         return probe
 
     def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
@@ -326,7 +324,7 @@ class HuggingFaceModel:
         self._refuse_unless(leak <= LEAK, f"it is not causal: later tokens change its earlier logits by {leak:.2g}")
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
+        return KVCache(self.kv_layers, 2, CHECK_LENGTH, self.dtype, self.device)
 
     def _error(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> float:
         """Return the distance of the logits at some positions from the expected ones, relative to their norm."""

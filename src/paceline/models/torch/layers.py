@@ -1,4 +1,4 @@
-"""The layers of a native decoder in torch: rotary positions, attention, MLPs, and inputs by token.
+"""The layers of a native decoder in torch: attention, MLPs, and inputs by token.
 
 Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
 Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
@@ -19,12 +19,14 @@ from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, H
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
+    MixerSpec,
     MLPSpec,
     RecurrentSpec,
     Rotary,
@@ -32,34 +34,9 @@ from paceline.models.description.spec import (
 )
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
+from paceline.models.torch.latent import LatentAttention, LatentMatrices
 from paceline.models.torch.linear import Linear, LinearFactory
-
-Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
-    cos, sin = rotation
-    rotated = cos.shape[-1]
-    if rotated < x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotated], rotation), x[..., rotated:]), -1)
-    return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
-
-
-class RotaryAngles:
-    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, R]."""
-
-    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
-        self._frequencies = torch.cat((-frequencies, frequencies))  # sin is odd: this gives the signs of rotate-half
-        self._scaling, self._dtype = rotary.scaling, dtype
-
-    def __call__(self, positions: Tensor) -> Rotation:
-        angles = positions[:, :, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._scaling != 1.0:
-            cos, sin = cos * self._scaling, sin * self._scaling
-        return cos.to(self._dtype), sin.to(self._dtype)
+from paceline.models.torch.rotary import Rotation, rotate
 
 
 class WeightSource:
@@ -80,9 +57,24 @@ class WeightSource:
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        stored = LinearWeights(self._weights[f"{layer}.qkv.weight"], self._weights.get(f"{layer}.qkv.bias"))
-        ordered = in_order(stored, spec)
+        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
         return self._linear(ordered.weight, ordered.bias)
+
+    def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
+        """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
+        ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
+        if f"{layer}.q_b.weight" in self._weights:
+            ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
+        first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
+        both, norm = self.find(f"{layer}.kv_b.weight"), self.find(f"{layer}.kv_a_norm.weight")
+        assert both is not None
+        assert norm is not None
+        matrices = LatentMatrices(*by_head(both, spec), norm, self.find(f"{layer}.q_a_norm.weight"))
+        linears = first, query_up[0] if query_up else None, self.linear(f"{layer}.o")
+        return LatentAttention(spec, place, rotary, linears, matrices)
+
+    def _stored(self, name: str) -> LinearWeights:
+        return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -281,6 +273,18 @@ class TokenInputs:
         return ((normed + found.view_as(normed)) * spec.sum_scale).transpose(0, 1)
 
 
+def _mixer(
+    spec: MixerSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+) -> _Attention | LatentAttention | RecurrentLayer:
+    """Return the mixer of layer ``index``; other arguments as for ``DecoderLayer``."""
+    if not isinstance(spec, AttentionSpec):
+        return RecurrentLayer(spec, parts, index, place)
+    if spec.latent is None:
+        return _Attention(spec, parts, index, place, rotaries)
+    assert spec.rotary is not None
+    return parts.latent(spec, f"layers.{index}", place, rotaries[spec.rotary])
+
+
 class DecoderLayer:
     """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
 
@@ -290,11 +294,7 @@ class DecoderLayer:
         """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
-        self.mixer = (
-            _Attention(spec.mixer, parts, index, place, rotaries)
-            if isinstance(spec.mixer, AttentionSpec)
-            else RecurrentLayer(spec.mixer, parts, index, place)
-        )
+        self.mixer = _mixer(spec.mixer, parts, index, place, rotaries)
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)

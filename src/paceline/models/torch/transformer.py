@@ -24,11 +24,11 @@ from paceline.models.torch.layers import (
     ForwardContext,
     GatedMLP,
     RecurrentLayer,
-    RotaryAngles,
     TokenInputs,
     WeightSource,
 )
 from paceline.models.torch.linear import Dense, Linear, LinearFactory
+from paceline.models.torch.rotary import RotaryAngles
 from paceline.models.torch.short_head import TorchShortHead
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -52,7 +52,7 @@ def cap(logits: Tensor, limit: float) -> Tensor:
     return (logits / limit).tanh() * limit
 
 
-_OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
+_OURS = {"output": "o", "query_up": "q_b"}  # attributes of layers whose names in ``weights.slots`` are others
 
 
 def _check(spec: DecoderSpec) -> None:
