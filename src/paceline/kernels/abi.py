@@ -307,7 +307,7 @@ class CRowSources(Structure):
     """csrc: RowSources."""
 
     _fields_ = (
-        ("references", c_void_p), ("siblings", c_void_p), ("number", c_int64), ("first", c_int64),
+        ("references", c_void_p), ("answers", c_void_p), ("number", c_int64), ("first", c_int64),
     )
 
 
@@ -385,11 +385,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_copy_columns": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pl_keep_fused": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "pl_draft": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "pl_texts_new": (NewObject, ()),
+    "pl_texts_new": (NewObject, (c_int64,)),
     "pl_texts_free": (None, (c_void_p,)),
+    "pl_texts_held": (c_int64, (c_void_p,)),
+    "pl_texts_size": (c_int64, (c_void_p, c_int64)),
     "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
-        c_void_p, c_void_p, c_void_p, c_void_p)),
+        c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_lookup_all": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_draw": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -400,4 +402,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "6efd111e98d84b21"
+INTERFACE = "0b348a58c0491ca4"
