@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "e85080e040306c8e";
+constexpr const char* kInterface = "6299e1d68dd5ffe1";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -82,8 +82,8 @@ constexpr int32_t kLayout[] = {
   offsetof(DraftCall, probabilities), offsetof(DraftCall, purpose), offsetof(DraftCall, ranks),
   offsetof(DraftCall, rows), offsetof(DraftCall, shortened), offsetof(DraftCall, slots), offsetof(DraftCall, start),
   offsetof(DraftCall, stop), offsetof(DraftCall, text), offsetof(DraftCall, text_stride), offsetof(DraftCall, width),
-  sizeof(RowSources), offsetof(RowSources, first), offsetof(RowSources, number), offsetof(RowSources, references),
-  offsetof(RowSources, siblings), sizeof(DrawCall), offsetof(DrawCall, block), offsetof(DrawCall, by),
+  sizeof(RowSources), offsetof(RowSources, answers), offsetof(RowSources, first), offsetof(RowSources, number),
+  offsetof(RowSources, references), sizeof(DrawCall), offsetof(DrawCall, block), offsetof(DrawCall, by),
   offsetof(DrawCall, counts), offsetof(DrawCall, draft_stride), offsetof(DrawCall, draft_tokens),
   offsetof(DrawCall, first), offsetof(DrawCall, instead), offsetof(DrawCall, logits), offsetof(DrawCall, packed),
   offsetof(DrawCall, parents), offsetof(DrawCall, purpose), offsetof(DrawCall, rows), offsetof(DrawCall, stride),

@@ -26,24 +26,23 @@ from paceline.core.values import Accepted, TextRows
 
 @dataclass(frozen=True, eq=False)
 class RequestGroup:
-    """Parallel samples of one request. N-gram drafts may copy from each other and from the request's references.
+    """Parallel samples of one request. Their n-gram drafts may copy from the request's references and from answers.
 
-    references: token ids of each reference. answers: number of samples.
+    references: token ids of each reference. scope: whose answers they copy from, those of requests with an equal one.
     """
 
-    references: Sequence[Sequence[int]]
-    answers: int
+    references: Sequence[Sequence[int]] = ()
+    scope: tuple[str, ...] = ()
 
 
 class ParallelSample(NamedTuple):
     """One sample of a request group.
 
-    number: index in the group. prompt_tail: position in the row's text from which other samples may copy; it includes
-    the last tokens of the prompt as context.
+    prompt_tail: position in the row's text from which other samples may copy; it includes the last tokens of the prompt
+    as context.
     """
 
     group: RequestGroup
-    number: int
     prompt_tail: int
 
 
@@ -251,6 +250,12 @@ class Batch:
                 groups.setdefault(id(sample.group), []).append(row)
         prompt_length = self.sampling.prompt_length
         return [(rows, int(prompt_length[self.slots[rows[0]]])) for rows in groups.values() if len(rows) > 1]
+
+    @property
+    def has_references_or_siblings(self) -> bool:
+        """Whether a live row has references, or another sample of its request decodes beside it."""
+        groups = [sample.group for sample in self.samples if sample is not None]
+        return any(group.references for group in groups) or len(set(map(id, groups))) < len(groups)
 
     @property
     def empty_draft(self) -> Draft:

@@ -102,7 +102,8 @@ class Assembly:
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
         equipment = Equipment(
-            target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
+            *(target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of),
+            config.lookup_tokens,
         )
         drafter = make_drafter(kind, equipment)
         self._shorten(drafter)

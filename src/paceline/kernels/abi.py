@@ -329,7 +329,7 @@ class CRowSources(Structure):
     """csrc: RowSources."""
 
     _fields_ = (
-        ("references", c_void_p), ("siblings", c_void_p), ("number", c_int64), ("first", c_int64),
+        ("references", c_void_p), ("answers", c_void_p), ("number", c_int64), ("first", c_int64),
     )
 
 
@@ -407,11 +407,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_copy_columns": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pl_keep_fused": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "pl_draft": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "pl_texts_new": (NewObject, ()),
+    "pl_texts_new": (NewObject, (c_int64,)),
     "pl_texts_free": (None, (c_void_p,)),
+    "pl_texts_held": (c_int64, (c_void_p,)),
+    "pl_texts_size": (c_int64, (c_void_p, c_int64)),
     "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
-        c_void_p, c_void_p, c_void_p, c_void_p)),
+        c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_lookup_all": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_draw": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -422,4 +424,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "e85080e040306c8e"
+INTERFACE = "6299e1d68dd5ffe1"

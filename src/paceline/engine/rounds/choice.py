@@ -80,7 +80,7 @@ def why_no_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None
     features = sampling.step_features
     if width > 1 and (features.adjusts or features.logprobs is not None):
         return "trees with penalties, min_tokens or log-probabilities"
-    if parts.drafter.copies and any(batch.samples):
+    if parts.drafter.copies and batch.has_references_or_siblings:
         return NGRAM_SOURCES
     if sampling.needs_host:
         return _why_sampling_on_host(sampling)
