@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -36,7 +36,7 @@ from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload
+from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload, recorded
 from paceline.kernels.gpu.lookup import copied
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
@@ -384,8 +384,9 @@ class Replayed:
 
 def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, other_ranks = count(), [], NoOtherRanks()
+    numbers, forgotten, other_ranks = count(), list[object](), NoOtherRanks()
     monkeypatch.setattr(other_ranks, "forget", forgotten.append)
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.wait_for", forgotten.append)
     graphs = Graphs(torch.device("cpu"), other_ranks=other_ranks)
     graphs.captures = True
     monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
@@ -393,9 +394,17 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
         graphs.run(key, lambda: torch.zeros(1))
     graphs.run("d", lambda: torch.ones(1))
     assert graphs.keys == ["a", "b", "d"]
-    assert forgotten == [2]
+    assert forgotten == [torch.device("cpu"), 2], "it may still run"
     assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
     assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
+
+
+def test_captures_do_not_mind_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's default ends a capture at any thread's allocation, such as the watchdog's of NCCL."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, **options: given.update(options))
+    recorded(cast(Any, None), "pool")
+    assert given == {"pool": "pool", "capture_error_mode": "thread_local"}
 
 
 class Rerun:

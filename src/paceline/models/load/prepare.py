@@ -140,7 +140,7 @@ def _with_triton(model: AnyModel, quantization: QuantizationName | None, determi
     to: Format = "same" if quantization is None else quantization
     linears = Linears(to, deterministic=deterministic)
     model.replace_linears(linears)
-    if model.device.type == "cuda" and not deterministic:  # deterministic products use the same tiles on every machine
+    if model.device.type == "cuda":
         _tune(model, linears)
     if quantization is not None:
         model.precision = f"{quantization} weights, {model.precision}"
