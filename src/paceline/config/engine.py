@@ -147,11 +147,22 @@ class EngineConfig:
     draft_quantization: Annotated[
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
     ] = "same"
-    max_batch_size: Annotated[int, Whole(1, MAX_ROWS), Help("Rows, that is sequences decoded at once.")] = 16
+    max_batch_size: Annotated[
+        int | None,
+        Whole(1, MAX_ROWS),
+        Help(
+            "Rows, that is sequences decoded at once. Default: 16, or as many as fit into memory.",
+            more="The start line says so if they are fewer than 16. A number that does not fit is refused.",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Whole(2, MAX_COUNT),
-        Help("Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096."),
+        Help(
+            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096.",
+            more="The default is less if not one row of that length fits into memory, or not the rows asked for; the "
+            "start line says so. A number that does not fit is refused.",
+        ),
     ] = None
     prefill_chunk: Annotated[
         int, Whole(1, MAX_PREFILL_CHUNK), Help("Maximum prompt tokens fed in one step, all rows together.")
@@ -202,6 +213,7 @@ class EngineConfig:
     ] = None
 
     DEFAULT_MAX_MODEL_LEN = 4096
+    DEFAULT_ROWS = 16
     OTHER_NAMES: ClassVar[Mapping[str, str]] = names.ENGINE
 
     def __post_init__(self) -> None:
@@ -245,6 +257,11 @@ class EngineConfig:
         lookup = lookup or self.num_speculative_tokens != EngineConfig.num_speculative_tokens
         names: tuple[DrafterName | None, ...] = ("ngram", "hybrid") if lookup else (None, "model")
         return replace(self, drafter=names[draft_model])
+
+    @property
+    def rows(self) -> int:
+        """Rows: ``max_batch_size``, or its default if memory does not limit it."""
+        return self.DEFAULT_ROWS if self.max_batch_size is None else self.max_batch_size
 
     @property
     def reads_profile(self) -> bool:
@@ -337,7 +354,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: QuantizationName | None
     draft_dtype: DtypeName | Literal["same"]
     draft_quantization: QuantizationName | Literal["same"] | None
-    max_batch_size: int
+    max_batch_size: int | None
     max_model_len: int | None
     prefill_chunk: int
     longest_pause: float | None

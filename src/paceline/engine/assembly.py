@@ -72,7 +72,7 @@ class Assembly:
 
     @property
     def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
         """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
