@@ -92,8 +92,11 @@ def planned(name: str, to: str) -> Planned:
 
 
 def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
-    """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit."""
-    config = EngineConfig(**{"drafter": None, "num_speculative_tokens": 0} | options)
+    """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit.
+
+    By default it drafts by n-gram lookup, as an engine without a draft model does.
+    """
+    config = EngineConfig(**{"drafter": "ngram"} | options)
     positions = config.max_model_len or min(model.max_positions, EngineConfig.DEFAULT_MAX_MODEL_LEN)
     try:
         return fit_memory(model, None, config, positions, card * GIB - TAKEN - model.weight_bytes())

@@ -47,12 +47,9 @@ class EngineConfig:
         Help(
             "Source of draft tokens: model, feature (a trained head), mtp (the head in the model's own files), ngram "
             "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), or a name that a package "
-            "adds. auto is hybrid with a draft model or a head in the model's files, else ngram; on CUDA model, else "
-            "none.",
-            more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
-            "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
-            "it back. In Python None is plain decoding. An object is a ``paceline.drafters.Drafter``: a class, or a "
-            "pattern of which each engine uses a copy.",
+            "adds. auto is hybrid with a draft model or a head, else ngram; on CUDA model with a draft model.",
+            more='"model", "hybrid" and "feature" need ``draft_model``. In Python None is plain decoding. An object is '
+            "a ``paceline.drafters.Drafter``: a class, or a pattern of which each engine uses a copy.",
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[
@@ -250,13 +247,12 @@ class EngineConfig:
         allowed = "'coupled' or 'rejection'; a synthetic rule, for benchmarks only, needs benchmark=True"
         check(self.benchmark, "acceptance", acceptance, allowed)
 
-    def resolved(self, *, draft_model: bool, lookup: bool = True) -> EngineConfig:
-        """The configuration with "auto" replaced by a drafter. lookup: whether n-gram lookup costs no time here."""
+    def resolved(self, *, draft_model: bool, alone: bool = False) -> EngineConfig:
+        """The configuration with "auto" replaced by a drafter. alone: whether a draft model has no n-gram lookup."""
         if self.drafter != "auto":
             return self
-        lookup = lookup or self.num_speculative_tokens != EngineConfig.num_speculative_tokens
-        names: tuple[DrafterName | None, ...] = ("ngram", "hybrid") if lookup else (None, "model")
-        return replace(self, drafter=names[draft_model])
+        with_model: DrafterName = "model" if alone else "hybrid"
+        return replace(self, drafter=with_model if draft_model else "ngram")
 
     @property
     def rows(self) -> int:

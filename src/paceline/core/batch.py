@@ -92,6 +92,8 @@ class SpeculationPlan:
     stop_drafting: called after each draft token by drafters that score their draft tokens; None never stops early.
     fallback: called by drafters that combine n-gram lookup with a model; None leaves the choice to the drafter.
     note: whatever the policy wants to have back with the verdict of the round (``Verdict.note``).
+    least_matches: ``fallback`` of rounds on a device, whose drafts are not seen: tokens that a match must have in each
+        live row, so that its n-gram draft replaces the model's. None: as many as are searched for.
     """
 
     k: int
@@ -99,6 +101,7 @@ class SpeculationPlan:
     stop_drafting: StopDrafting | None = None
     fallback: Fallback | None = None
     note: object = None
+    least_matches: Sequence[int] | None = None
 
     def within(self, batch: Batch) -> SpeculationPlan:
         """Reduce the plan to the positions that rows have left and to the maximum of their requests."""

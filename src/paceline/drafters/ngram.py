@@ -25,12 +25,12 @@ __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
 # Score of each draft token, by the number of matched tokens: n^2 / (n^2 + 8), where n grows by one with each draft
 # token that is right. ``lengths.scores`` turns scores into probabilities.
-_CONFIDENCE = [
+CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
 _KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING_KIND)]
-STRONG = _CONFIDENCE[LONGEST_SUFFIX][0]  # score of the first draft token after a match of the longest kind
+STRONG = CONFIDENCE[LONGEST_SUFFIX][0]  # score of the first draft token after a match of the longest kind
 
 
 class _RequestTexts(NamedTuple):
@@ -52,7 +52,7 @@ class NgramDrafter(Drafter):
     siblings: whether parallel samples are searched.
     width: continuations per row; several are merged into a tree, the best first.
 
-    Captured rounds on a device search only the rows' own texts, for chains.
+    Captured rounds on a device search the rows' own texts and their references, for chains.
     """
 
     name = "ngram"
@@ -85,7 +85,7 @@ class NgramDrafter(Drafter):
         result = self._lookup.find(rows, plan.k)
         one_source = sources is None and not self._documents
         kinds = None if one_source else [_KINDS[source] for source in result.sources]
-        return Draft(result.draft_tokens, confidence=[_CONFIDENCE[size] for size in result.matched], kinds=kinds)
+        return Draft(result.draft_tokens, confidence=[CONFIDENCE[size] for size in result.matched], kinds=kinds)
 
     def _sources_of(self, sample: ParallelSample | None) -> CopySources[Any] | None:
         if sample is None:
@@ -103,5 +103,5 @@ def merged(continuations: Sequence[Continuation]) -> DraftTree:
     """Merge a row's continuations, the best first, into one tree."""
     tree = DraftTree()
     for continuation in continuations:
-        tree.merge(continuation.draft_tokens, _CONFIDENCE[continuation.matched], continuation.source)
+        tree.merge(continuation.draft_tokens, CONFIDENCE[continuation.matched], continuation.source)
     return tree

@@ -9,7 +9,7 @@ from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.memory import GIB, FittedRows
-from paceline.engine.rounds.choice import NGRAM_SOURCES, why_no_graph, why_no_kernels
+from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceRound
@@ -128,8 +128,6 @@ class EngineDescription:
         counts, reasons = rounds.counts, dict.fromkeys(rounds.choice.reasons)
         if counts["host"] > 0 and counts["device"] == 0:
             return f"rounds by the host ({' or '.join(reasons)}), none by the device so far"
-        if self.parts.drafter.copies:
-            reasons[NGRAM_SOURCES] = None
         how = "CUDA graphs" if device_round.graphs.captures else "uncaptured"
         by_host = f", by the host for {' or '.join(reasons)}" if reasons else ""
         return f"rounds by the device ({how}, {device_round.ops.name} kernels){by_host}"

@@ -22,7 +22,7 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
+from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory
@@ -67,7 +67,7 @@ class Engine:
     @torch.inference_mode(False)  # tensors are written inside and outside of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
-        config = config.resolved(draft_model=models.draft is not None, lookup=lookup_is_free(models, config))
+        config = config.resolved(draft_model=models.draft is not None, alone=drafts_alone(models, config))
         check_attention(models, config)
         self._fitted = fit_memory(models.target, models.draft, config, max_model_len(models, config))
         self.config = config = replace(config, max_batch_size=self._fitted.rows)

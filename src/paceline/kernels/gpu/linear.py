@@ -285,7 +285,8 @@ def quantise(weight: Tensor, to: Format) -> Quantized:
     scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
     values = torch.empty((outputs, width), dtype=dtype, device=weight.device)
     lines = max(1, _NUMBERS_AT_ONCE // inputs)
-    for given, scale, quantised in zip(*(table.split(lines) for table in (weight, scales, values)), strict=True):
+    pieces = (torch.split(table, lines) for table in (weight, scales, values))
+    for given, scale, quantised in zip(*pieces, strict=True):
         wide = given.float()
         scale.copy_(wide.abs().amax(1).clamp(min=1e-30) / largest)
         wide = wide / scale[:, None]
