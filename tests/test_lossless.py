@@ -300,7 +300,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
     named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
-    if drafter.endswith("hybrid"):
+    if drafter.endswith("hybrid") and options.get("rounds") != "device":  # where it searches the rows' own texts
         documents = nearly_the_answers(model, family)
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
@@ -488,7 +488,7 @@ OTHER_LAYERS = ["model", "ngram", "documents", "sometimes", "ragged", "hybrid", 
 DRAFTERS_OF = {
     **dict.fromkeys(("toy", "flat", "llama"), DRAFTERS),
     "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
-    "toy on the device": ["model", "self", "ngram", "head", "none"],
+    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", "none"],
     "llama, split": ["model", "ragged", "head hybrid"],
     "native": [*(each for each in DRAFTERS if each not in IN_TORCH), "parallel hybrid"],
     "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
@@ -498,7 +498,7 @@ DRAFTERS_OF = {
     "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
-    "delta nets on the device": ["model", "ngram", "head", "none"],
+    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
 }
 BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
 DRAFTERS_FOR = {
@@ -630,7 +630,7 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
 
 LEAVING = {
     "toy": [each for each in DRAFTERS if each not in ("never", "always", "sometimes", "short")],
-    "toy on the device": ["model", "self", "head", "ngram", "none"],
+    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "none"],
     "flat": ["model", "documents", "hybrid", "head"],
     "native": ["self", "ngram", "documents", "model", "hybrid", "head", "head hybrid", "parallel", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2"), ("model", "ngram", "head")),
@@ -1409,10 +1409,13 @@ def test_many_requests_with_own_seeds_follow_the_exact_distribution() -> None:
     assert chisquare([found[c] for c in cells], [distribution[c] * SAMPLES for c in cells]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
-def test_device_rounds_keep_the_distribution(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [pytest.param("coupled", "model", marks=pytest.mark.slow), ("rejection", "model"), ("rejection", "hybrid")],
+)
+def test_device_rounds_keep_the_distribution(rule: str, drafter: str) -> None:
     engine = make_engine(
-        SMALL_TARGET(), SMALL_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
+        SMALL_TARGET(), SMALL_DRAFT(), drafter=drafter, acceptance=rule, num_speculative_tokens=2, rounds="device",
         attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3

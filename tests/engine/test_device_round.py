@@ -23,7 +23,7 @@ from batches import new_batch
 from covering import in_pairs
 from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, SpeculationPlan
+from paceline.core.batch import Batch, ParallelSample, RequestGroup, RowStart, SpeculationPlan
 from paceline.core.draft import Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
@@ -31,13 +31,14 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.values import DeviceAcceptance
-from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup, SearchedRows
+from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.references import References
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload, recorded
-from paceline.kernels.gpu.lookup import copied
+from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
@@ -535,12 +536,14 @@ def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
-def test_a_round_of_ngram_drafts_reads_nothing_from_the_device() -> None:
-    rounds = runner(ReferenceOps(), RULES["coupled"])
-    rounds.draft = None
+@pytest.mark.parametrize(("alone", "rule"), [(True, "coupled"), (False, "coupled"), (False, "rejection")])
+def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule: str) -> None:
+    with_draft = runner(ReferenceOps(), RULES[rule])
+    draft = None if alone else with_draft.draft
+    rounds = DeviceRound(with_draft.target, draft, with_draft.batch, RULES[rule], ops=ReferenceOps(), copies=True)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
+        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
 
 
 @pytest.mark.parametrize("k", [1, 7])
@@ -557,23 +560,80 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     assert any(found.matched)
 
 
-@pytest.mark.parametrize(
-    ("more", "device"), [({}, True), ({"references": [[7, 3, 9, 11]]}, False), ({"n": 2}, False)], ids=str
-)
-def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dict[str, Any], device: bool) -> None:
-    """Only the host's lookup reads references and other samples of a request."""
-    engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
-    references = {name: value for name, value in more.items() if name == "references"}
-    params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
-    assert "by the host for n-gram drafts from references or parallel samples" in engine.describe()
-    engine.add(Request([1, 2], params, **references))
-    assert engine._graph is not None
-    engine.step()
-    assert (engine._graph.why_not(engine.batch) is None) == device
+def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
+    """Texts of all lengths one after the other in a line: no match spans two, and a continuation ends with its text."""
+    generator, k = torch.Generator().manual_seed(3), 4
+    texts = torch.randint(3, (40, 30), generator=generator)
+    length, batch = torch.arange(40) % 30 + 1, new_batch(40, 200, VOCAB)
+    lookup, sources = HostLookup(()), []
+    for row in range(40):
+        parts = torch.randint(3, (row % 4 + 1, 1 + row // 2), generator=generator).tolist()
+        sources.append(CopySources(lookup.texts(parts)))
+        sample = ParallelSample(RequestGroup(parts), 0)
+        batch.set_row(row, RowStart([1], SamplingParams(), row, sample=sample))
+    batch.set_live(range(40))
+    references = References(batch)
+    assert references.follow(batch)
+    suffix = suffix_of(texts, length, LONGEST_SUFFIX)
+    found, count, matched = copied_from(references.table, references.size, suffix, k)
+    own = copied(texts, length, k, LONGEST_SUFFIX)[1]
+    expected = lookup.find(SearchedRows(texts, length, range(40), sources), k)
+    longer = [row for row in range(40) if matched[row] > own[row]]
+    assert len(longer) > 5
+    assert torch.maximum(matched, own).tolist() == expected.matched
+    for row in longer:
+        tokens = found[row, : count[row]].tolist()
+        if expected.shares[row] == WHOLE:  # the host takes what most matches go on with
+            assert tokens[0] == expected.draft_tokens[row][0]
+
+
+def test_a_draft_models_cache_follows_rows_with_ngram_drafts() -> None:
+    """After every round the cache holds what a pass over the row's text gives, however many tokens it lacks."""
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="hybrid", rounds="device", attention="padded")
+    policy, seen, batch = engine.use_policy(RandomLength(longest=12)), Counter[tuple[bool, bool]](), engine.batch
+    fresh = Decoder(ToyModel(blur=0.3), ReferenceAttention(), batch.capacity, batch.positions, VOCAB)
+    (decoder,) = engine.parts.decoders[1:]
+
+    def observe(_batch: Batch, verdict: Verdict) -> None:
+        rows = zip(verdict.accepted, verdict.drafted, verdict.matched or [], strict=False)
+        seen.update((matched > 0, accepted > 0) for accepted, _, matched in rows)
+
+    policy.observe = observe  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=50)
+    alone = run(make_engine(ToyModel()), PROMPTS[:6], [params] * 6)
+    for prompt, output in zip(PROMPTS, alone, strict=False):  # every 13th token of a reference is wrong
+        text = [(token + (i % 13 == 12)) % VOCAB for i, token in enumerate(output.outputs[0].token_ids)]
+        engine.add(Request(prompt, params, references=[text]))
     while engine.busy:
         engine.step()
-    assert (engine.rounds.counts["device"] > 0) == device
-    assert ("rounds by the device" in engine.describe()) == device
+        for slot in batch.slots:
+            computed = int(decoder.num_computed_tokens[slot])
+            assert computed < int(batch.length[slot])
+            fresh.prefill(batch, [slot], [0], [computed])
+            for held, expected in zip(decoder.cache.tables, fresh.cache.tables, strict=True):
+                assert torch.equal(held[:, slot, :, :computed], expected[:, slot, :, :computed])
+    assert engine.rounds.counts["host"] == 0
+    assert min(seen[True, False], seen[True, True], seen[False, True]) > 3
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "hybrid"])
+def test_requests_with_references_and_samples_stay_on_the_device(drafter: str) -> None:
+    """A reference that is the answer is copied; the rows beside it have none, and slots are used again."""
+    plain = answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
+    engine = engine_on("device", drafter=drafter, max_batch_size=4)
+    saved = {}
+    for given in (False, True):
+        outputs = []
+        for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            texts = [[3, 4, 5], [*prompt, *plain[row][0]]] if given and row % 2 == 0 else []
+            outputs.append(engine.add(Request(prompt, params, references=texts)))
+        while engine.busy:
+            engine.step()
+        assert answers(outputs) == plain
+        saved[given] = sum(outputs[row].outputs[0].metrics.rounds for row in range(0, 10, 2))
+    assert saved[True] < 0.7 * saved[False]
+    assert engine.rounds.counts["host"] == 0
+    assert "by the host" not in engine.describe()
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
@@ -711,7 +771,7 @@ def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
     ("options", "why"),
     [
         ({"attention": "split"}, "split"),
-        ({"drafter": "hybrid"}, "the drafter runs on the host"),
+        ({"drafter": "hybrid", "documents": [[1, 2]]}, "the drafter runs on the host"),
         ({"drafter": "ngram", "speculation_width": 2}, "the drafter runs on the host"),
     ],
 )

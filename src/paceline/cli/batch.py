@@ -234,7 +234,7 @@ class _LocalRun:
                 await run_all(
                     todo,
                     LineWriter(output.append),
-                    window=LINES_PER_ROW * self.llm.config.max_batch_size,
+                    window=LINES_PER_ROW * self.llm.config.rows,
                     in_order=self.in_order,
                     on_result=progress.tell,
                 )

@@ -91,6 +91,8 @@ class SpeculationPlan:
     stop_drafting: called after each draft token by drafters that score their draft tokens; None never stops early.
     fallback: called by drafters that combine n-gram lookup with a model; None leaves the choice to the drafter.
     note: whatever the policy wants to have back with the verdict of the round (``Verdict.note``).
+    least_matches: ``fallback`` of rounds on a device, whose drafts are not seen: tokens that a match must have in each
+        live row, so that its n-gram draft replaces the model's. None: as many as are searched for.
     """
 
     k: int
@@ -98,6 +100,7 @@ class SpeculationPlan:
     stop_drafting: StopDrafting | None = None
     fallback: Fallback | None = None
     note: object = None
+    least_matches: Sequence[int] | None = None
 
     def within(self, batch: Batch) -> SpeculationPlan:
         """Reduce the plan to the positions that rows have left and to the maximum of their requests."""
@@ -250,12 +253,6 @@ class Batch:
                 groups.setdefault(id(sample.group), []).append(row)
         prompt_length = self.sampling.prompt_length
         return [(rows, int(prompt_length[self.slots[rows[0]]])) for rows in groups.values() if len(rows) > 1]
-
-    @property
-    def has_references_or_siblings(self) -> bool:
-        """Whether a live row has references, or another sample of its request decodes beside it."""
-        groups = [sample.group for sample in self.samples if sample is not None]
-        return any(group.references for group in groups) or len(set(map(id, groups))) < len(groups)
 
     @property
     def empty_draft(self) -> Draft:

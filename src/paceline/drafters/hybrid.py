@@ -25,6 +25,9 @@ class HybridDrafter(RowKeepers, Drafter):
     catches up when the model drafts for them next. Under the rejection rule with sampling, where the model's draft
     tokens have distributions, one drafter serves all rows.
 
+    In captured rounds on a device the model drafts for all rows, and an n-gram draft replaces its draft in the rows
+    whose match is as long as the policy asks for (``SpeculationPlan.least_matches``), under either rule.
+
     The kinds of draft tokens (``Draft.kinds``) are the search's, then the model's.
     """
 
@@ -40,6 +43,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self.width = max(ngram.width, model.width)
         self.paying_rows = model.paying_rows
         self.sources = *ngram.sources, *model.sources
+        self.on_device = ngram.on_device and model.on_device and self.width == 1
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> HybridDrafter:

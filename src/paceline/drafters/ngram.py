@@ -34,12 +34,12 @@ __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 # Score of each draft token, by the number of matched tokens: n^2 / (n^2 + 8), where n grows by one with each draft
 # token that is right. Of the first one it is multiplied by the share of the matches that agree on it.
 # ``lengths.scores`` turns scores into probabilities.
-_CONFIDENCE = [
+CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
     for matched in range(LONGEST_SUFFIX + 1)
 ]
 _KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING_KIND)]
-STRONG = _CONFIDENCE[5][0]  # score of the first draft token after a match of five tokens
+STRONG = CONFIDENCE[5][0]  # score of the first draft token after a match of five tokens
 
 
 class AnswerTexts:
@@ -87,7 +87,7 @@ class NgramDrafter(Drafter):
     answer_tokens: of answers that are held; 0: none are searched.
     width: continuations per row; several are merged into a tree, the best first.
 
-    Captured rounds on a device search only the rows' own texts, for chains.
+    Captured rounds on a device search the rows' own texts and their references, for chains.
     """
 
     name = "ngram"
@@ -161,7 +161,7 @@ class NgramDrafter(Drafter):
 
 
 def _scores(matched: int, share: int) -> list[float]:
-    scores = _CONFIDENCE[matched]
+    scores = CONFIDENCE[matched]
     return scores if share == WHOLE else [scores[0] * share / WHOLE, *scores[1:]]
 
 
@@ -169,5 +169,5 @@ def merged(continuations: Sequence[Continuation]) -> DraftTree:
     """Merge a row's continuations, the best first, into one tree."""
     tree = DraftTree()
     for continuation in continuations:
-        tree.merge(continuation.draft_tokens, _CONFIDENCE[continuation.matched], continuation.source)
+        tree.merge(continuation.draft_tokens, CONFIDENCE[continuation.matched], continuation.source)
     return tree

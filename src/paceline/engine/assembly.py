@@ -72,7 +72,7 @@ class Assembly:
 
     @property
     def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
         """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
@@ -127,11 +127,15 @@ class Assembly:
         )
 
 
-def lookup_is_free(models: Models, config: EngineConfig) -> bool:
-    """Whether n-gram lookup moves no rounds from the device to the host, or was asked for by giving documents."""
+def drafts_alone(models: Models, config: EngineConfig) -> bool:
+    """Whether the draft model drafts without n-gram lookup under ``drafter="auto"``.
+
+    On a device a draft model runs for every row in any case. Beside n-gram drafts, whose tokens it has not read, its
+    first pass is longer; a head reads accepted tokens anew anyway. Documents ask for lookup.
+    """
     by_choice = config.rounds == "host" or (config.rounds == "auto" and config.tensor_parallel > 1)
-    on_host = models.target.device.type != "cuda" or by_choice or isinstance(models.draft, HeadModel)
-    return on_host or bool(models.documents)
+    on_host = models.target.device.type != "cuda" or by_choice
+    return not (on_host or models.draft is None or isinstance(models.draft, HeadModel) or models.documents)
 
 
 def max_model_len(models: Models, config: EngineConfig) -> int:

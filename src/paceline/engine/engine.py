@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,10 +22,10 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
+from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
-from paceline.engine.memory import check_memory
+from paceline.engine.memory import fit_memory
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -58,7 +59,7 @@ class Engine:
 
     Not thread-safe: one thread calls ``add`` and ``step``.
 
-    Raises CapacityError if ``config.max_batch_size`` rows do not fit into memory.
+    Raises CapacityError if the rows and lengths that ``config`` asks for do not fit into memory.
     Raises ParameterError if the configuration does not fit the models.
     """
 
@@ -66,12 +67,11 @@ class Engine:
     @torch.inference_mode(False)  # tensors are written inside and outside of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
-        self.config = config = config.resolved(
-            draft_model=models.draft is not None, lookup=lookup_is_free(models, config)
-        )
-        self.max_model_len = max_model_len(models, config)
+        config = config.resolved(draft_model=models.draft is not None, alone=drafts_alone(models, config))
         check_attention(models, config)
-        self.room = check_memory(models.target, models.draft, config, self.max_model_len)
+        self._fitted = fit_memory(models.target, models.draft, config, max_model_len(models, config))
+        self.config = config = replace(config, max_batch_size=self._fitted.rows)
+        self.max_model_len, self.room = self._fitted.positions, self._fitted.budget
         self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
         self.threads = config.threads or threads_per_rank(config.tensor_parallel)
         self._ids = itertools.count()
@@ -101,7 +101,7 @@ class Engine:
     def _new_batch(self) -> Batch:
         target = self.models.target
         ops = cpu_ops(target.device)
-        return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
+        return Batch(self.config.rows, self.max_model_len, target.vocab_size, target.device, ops)
 
     def _make_graph(self) -> GraphPlace | None:
         """Return the place of device rounds; None if all rounds run on the host."""
@@ -180,7 +180,7 @@ class Engine:
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
-        sizes = config.max_batch_size, self.max_model_len, self.threads
+        sizes = config.rows, self.max_model_len, self.threads
         key = (
             config.drafter,
             self.parts.drafter.width,
@@ -192,7 +192,7 @@ class Engine:
         )
         if key not in known:
             with self._own_threads():
-                grid = Grid.coarse(config.max_batch_size, on_gpu=self.models.target.device.type == "cuda")
+                grid = Grid.coarse(config.rows, on_gpu=self.models.target.device.type == "cuda")
                 calibration = self._calibration(grid)
                 known[key] = kept_or_measured(calibration, self._stored_costs())
         return known[key]
@@ -202,7 +202,7 @@ class Engine:
         draft = self.models.draft if self.config.asks_draft_model else None
         if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
             return None
-        return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
+        return KeptCosts(self.identity(), self.config.rows, self.max_model_len)
 
     @property
     def _description(self) -> EngineDescription:
@@ -212,8 +212,7 @@ class Engine:
             parts=self.parts,
             device_round=self._device_round,
             threads=self.threads,
-            max_model_len=self.max_model_len,
-            room=self.room,
+            fitted=self._fitted,
         )
 
     def identity(self) -> Identity:

@@ -100,6 +100,9 @@ class RoundRunner(Protocol):
 
     batch: Batch
 
+    @property
+    def fed_tokens(self) -> int: ...
+
     def run(self, rows: int, k: int, longest: int) -> Ticket: ...
 
     def catch_up(self, rows: int, missing: int, longest: int) -> None: ...
@@ -330,8 +333,7 @@ class Calibration:
             return TimedRun(lambda: None, ms=0.0)
 
         def read() -> None:
-            reads = self.drafter.decoders[0].fed_tokens  # the last tokens are read by the round itself
-            runner.catch_up(1, tokens + reads, self.context)
+            runner.catch_up(1, tokens + runner.fed_tokens, self.context)  # the last are read by the round itself
             self.batch.length[:1].tolist()  # waits for the device
 
         return TimedRun(read, prepare)

@@ -43,7 +43,7 @@ class Dispatcher:
     def limits(self) -> AdmissionLimits:
         """Capacity of the engine's rows."""
         llm = self._service.llm
-        rows = llm.config.max_batch_size
+        rows = llm.config.rows
         return AdmissionLimits(rows, rows * llm.engine.max_model_len)
 
     def check_answers(self, answers: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Verdict
+from paceline.core.draft import Logprobs, Verdict
 from paceline.core.rows import StepFeatures
 from paceline.engine.rounds.choice import why_no_graph_now
 from paceline.engine.rounds.program import DeviceRound
@@ -26,22 +26,25 @@ class GraphTicket:
     record: its record, once the device has finished.
     k: draft tokens per row; the depth of trees. width: siblings at each depth of a tree; 1 for chains.
     features: what the rows asked for at the launch.
+    mixes: whether the record tells which rows had n-gram drafts in place of a model's.
     """
 
     record: Ticket
     k: int
     width: int
     features: StepFeatures
+    mixes: bool = False
     drafted_at = None
 
     def read(self) -> Verdict:
         record = self.record.read()
         if self.width > 1 and self.k > 0:
             return read_trees(record, self.width)
-        if self.features.logprobs is None:
-            return read_record(record)
-        record, logprobs = read_logprobs(record, self.k)
-        return replace(read_record(record), logprobs=logprobs)
+        matched = [line.pop() for line in record] if self.mixes else None
+        logprobs: Logprobs | None = None
+        if self.features.logprobs is not None:
+            record, logprobs = read_logprobs(record, self.k)
+        return replace(read_record(record), logprobs=logprobs, matched=matched)
 
 
 class GraphPlace:
@@ -68,9 +71,10 @@ class GraphPlace:
         program, features = self.program, batch.sampling.step_features
         k = plan.k if program.can_draft else 0
         longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
+        program.replace_drafts_from(plan.least_matches)
         program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
         record = program.run(batch.rows, k, longest, features, self._missing_tokens(batch, k))
-        return GraphTicket(record, k, program.width, features)
+        return GraphTicket(record, k, program.width, features, mixes=program.mixes and k > 0)
 
     def pause(self) -> None:
         self._drafted = []
@@ -89,7 +93,7 @@ class GraphPlace:
         if any(id(sequence) not in counted for sequence in running):
             missing = max(max(decoder.missing_tokens(batch)) for decoder in decoders)
         self._drafted, self._plain_rounds = running, 0
-        self._missing_after_draft = decoders[0].missing_after(k)
+        self._missing_after_draft = self.program.missing_after(k)
         return missing
 
 

@@ -322,7 +322,7 @@ class RaggedAttention:
         positions = self.tiles.positions_for(tile, widest, q.element_size(), q.device)
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
         joined = splits if splits > 1 else 0
-        most = max(tile, _MOST_SCRATCH // (4 * max(joined, 1) * rows * heads * value_dim))
+        most = _most_new_tokens(tile, joined, rows, heads, value_dim)
         if joined and length > most and plan.ancestors is None:
             plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
             pieces = zip(torch.split(q, most, 2), plans, strict=True)
@@ -396,6 +396,25 @@ class RaggedAttention:
         wanted = triton.cdiv(2 * multiprocessors(device), programs)
         most = min(_MOST_SPLITS, triton.cdiv(longest, 2 * self.tiles.positions))
         return max(1, min(wanted, most)), 0
+
+
+def _most_new_tokens(tile: int, splits: int, rows: int, heads: int, dim: int) -> int:
+    """New tokens of a row that are attended to at once, so that the results of the splits stay small."""
+    return max(tile, _MOST_SCRATCH // (4 * max(splits, 1) * rows * heads * dim))
+
+
+def scratch_bytes(rows: int, heads: int, length: int, dim: int, longest: int) -> int:
+    """Bytes of the splits' results with ``FIXED`` tiles, where long contexts have many.
+
+    rows of ``length`` new tokens, which see at most ``longest`` positions.
+    """
+    assert FIXED.queries is not None
+    assert FIXED.split is not None
+    splits = triton.cdiv(longest, FIXED.split)
+    if splits == 1:
+        return 0
+    length = min(length, _most_new_tokens(FIXED.queries, splits, rows, heads, dim))
+    return 4 * int(splits) * rows * length * heads * (dim + 1)
 
 
 def _tile(queries: int, dtype: torch.dtype, width: int) -> int:

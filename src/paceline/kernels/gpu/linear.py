@@ -39,6 +39,7 @@ _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some 
 _LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
 _WIDEN_BLOCK = 1024  # stored weights per program of ``widen``
 _TOLERANCE = 0.05  # of ``is_right``: three roundings to bf16 explain 0.012; the known mistake exceeded the numbers
+_NUMBERS_AT_ONCE = 1 << 24  # of a matrix that is quantised: 64 MiB in float32, a few times
 _GROUP = tl.constexpr(64)  # inputs: the 16 bits of a pair hold the weights of inputs i and i + 32 of a group
 
 # Each takes two pairs, [a, b] and [c, d] with a and c in the low bytes, and returns (a, c) and (b, d). The bits of a
@@ -272,14 +273,26 @@ def unpaired(pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(weight: Tensor, to: Format) -> Quantized:
-    """Quantise with one scale per output: the largest amplitude becomes the format's largest number."""
-    inputs = weight.shape[1]
+    """Quantise with one scale per output: the largest amplitude becomes the format's largest number.
+
+    It takes the result's memory and ``_NUMBERS_AT_ONCE`` numbers in float32.
+    """
+    outputs, inputs = weight.shape
     if to == "same":
         return Quantized(weight, None, inputs)
     largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
-    scales = weight.float().abs().amax(1).clamp(min=1e-30) / largest
-    values = weight.float() / scales[:, None]
-    return Quantized(paired(values.round().to(torch.int8)) if to == "int8" else values.to(_FP8), scales, inputs)
+    pairs = triton.cdiv(inputs, _GROUP.value) * _GROUP.value // 2
+    width, dtype = (pairs, torch.int16) if to == "int8" else (inputs, _FP8)
+    scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
+    values = torch.empty((outputs, width), dtype=dtype, device=weight.device)
+    lines = max(1, _NUMBERS_AT_ONCE // inputs)
+    pieces = (torch.split(table, lines) for table in (weight, scales, values))
+    for given, scale, quantised in zip(*pieces, strict=True):
+        wide = given.float()
+        scale.copy_(wide.abs().amax(1).clamp(min=1e-30) / largest)
+        wide = wide / scale[:, None]
+        quantised.copy_(paired(wide.round().to(torch.int8)) if to == "int8" else wide.to(_FP8))
+    return Quantized(values, scales, inputs)
 
 
 def widening(weight: Tensor, x: Tensor) -> str:

@@ -130,15 +130,6 @@ class Transformer:
             for owner in block.owners:
                 yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
-    def replace_linears(self, make: LinearFactory) -> None:
-        """Replace each ``Dense`` layer by ``make`` of its weight and bias, one by one to save memory.
-
-        The model must be as it was loaded: all its linear layers are ``Dense``.
-        """
-        for owner, name in self._linears():
-            dense = getattr(owner, name)
-            setattr(owner, name, make(dense.weight, dense.bias))
-
     def linears(self) -> list[Linear]:
         """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
