@@ -199,6 +199,13 @@ class ServerConfig:
             more="A request's reasoning_effort and chat_template_kwargs override them.",
         ),
     ] = field(default_factory=dict)
+    unload_after: Annotated[
+        Seconds | None,
+        Help(
+            "Seconds without a request after which a model of --also is unloaded; none: never.",
+            more="The first model stays loaded. Ollama's keep_alive in a request replaces it for that model.",
+        ),
+    ] = 300.0
     playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
     batch_dir: Annotated[
         str | None,

@@ -24,7 +24,7 @@ from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
 from paceline.engine.chunks import PrefillChunker
 from paceline.engine.description import EngineDescription
-from paceline.engine.memory import check_memory
+from paceline.engine.memory import check_memory, plan_memory
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -215,6 +215,13 @@ class Engine:
             max_model_len=self.max_model_len,
             room=self.room,
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the models take, with caches that are as full as their limit allows."""
+        models, rows = self.models, self.config.max_batch_size
+        plan = plan_memory(models.target, models.draft, self.config, rows, self.max_model_len)
+        return plan.weights + plan.to_allocate - plan.caches + self.room.limit
 
     def identity(self) -> Identity:
         """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
