@@ -22,7 +22,7 @@ from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.app import make_app
 from paceline.server.context import Context
-from paceline.server.models import Loader, ServedModels
+from paceline.server.models import ModelSource, ServedModels
 from paceline.server.run import Server
 from polling import PATIENCE, wait_until
 from web import client
@@ -114,7 +114,7 @@ def start(
     config: ServerConfig,
     model: str,
     *,
-    others: Mapping[str, Loader] | None = None,
+    others: Mapping[str, ModelSource] | None = None,
     total_memory: int | None = None,
     **options: Any,
 ) -> Iterator[Live]:

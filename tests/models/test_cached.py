@@ -100,5 +100,5 @@ def test_aliases_name_packaged_models_and_hub_files(monkeypatch: pytest.MonkeyPa
     for find in (hub.resolve, hub.resolve_tokenizer, hub.pull):
         assert find("qwen3:4b") == Path("/hub")
     assert asked == ["Qwen/Qwen3-4B-GGUF:Q4_K_M"] * 3
-    with pytest.raises(hub.ModelNotFoundError, match=re.escape("did you mean 'qwen3:14b'?")):
+    with pytest.raises(ModelNotFoundError, match=re.escape("did you mean 'qwen3:14b'?")):
         hub.resolve("qwen3:140b")

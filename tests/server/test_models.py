@@ -15,7 +15,7 @@ from paceline import SamplingParams
 from paceline.config import ServerConfig
 from paceline.errors import CapacityError, ModelFormatError
 from paceline.llm import LLM
-from paceline.server.models import Loader
+from paceline.server.models import ModelSource
 from polling import wait_until
 from server_support import Live, load, start
 
@@ -39,20 +39,20 @@ def loads() -> list[str]:
 
 
 @pytest.fixture
-def others(paths: dict[str, str], loads: list[str]) -> dict[str, Loader]:
-    def loader(name: str) -> Loader:
+def others(paths: dict[str, str], loads: list[str]) -> dict[str, ModelSource]:
+    def loader(name: str) -> ModelSource:
         def build(memory_limit: int | None) -> LLM:
             loads.append(name)
             return load(paths[name], memory_limit=memory_limit)
 
-        return build
+        return ModelSource(paths[name], build)
 
     return {name: loader(name) for name in paths}
 
 
 @contextmanager
 def serving(
-    model: str, others: Mapping[str, Loader], total_memory: int | None = None, **options: Any
+    model: str, others: Mapping[str, ModelSource], total_memory: int | None = None, **options: Any
 ) -> Iterator[Live]:
     config = ServerConfig(port=0, served_model_name="tiny", **options)
     yield from start(config, model, others=others, total_memory=total_memory)
@@ -65,7 +65,7 @@ def text(live: Live, model: str, **fields: Any) -> str:
 
 
 def test_a_request_loads_its_model_whose_answers_are_those_it_gives_alone(
-    tiny: str, others: dict[str, Loader], paths: dict[str, str], loads: list[str]
+    tiny: str, others: dict[str, ModelSource], paths: dict[str, str], loads: list[str]
 ) -> None:
     with serving(tiny, others) as live:
         cards = live.get("/v1/models").json()["data"]
@@ -88,7 +88,9 @@ def test_a_request_loads_its_model_whose_answers_are_those_it_gives_alone(
     assert alone["a"] != alone["b"]
 
 
-def test_an_idle_model_is_unloaded_and_loaded_again(tiny: str, others: dict[str, Loader], loads: list[str]) -> None:
+def test_an_idle_model_is_unloaded_and_loaded_again(
+    tiny: str, others: dict[str, ModelSource], loads: list[str]
+) -> None:
     with serving(tiny, others, unload_after=0.01) as live:
         first = text(live, "a")
         wait_until(lambda: live.served.others["a"].context is None)
@@ -104,7 +106,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again(tiny: str, others: dict[str,
 
 
 def test_under_a_memory_limit_the_least_used_goes_once_it_is_idle(
-    tiny: str, others: dict[str, Loader], loads: list[str]
+    tiny: str, others: dict[str, ModelSource], loads: list[str]
 ) -> None:
     one = load(tiny).engine.memory_bytes  # all three are of one size
     with serving(tiny, others, total_memory=2 * one + 4096) as live:
@@ -118,11 +120,11 @@ def test_under_a_memory_limit_the_least_used_goes_once_it_is_idle(
 
 
 def test_a_model_that_cannot_be_loaded_fails_its_requests_alone(tiny: str) -> None:
-    def loader(error: Exception) -> Loader:
+    def loader(error: Exception) -> ModelSource:
         def fail(_: int | None) -> LLM:
             raise error
 
-        return fail
+        return ModelSource("nowhere", fail)
 
     with serving(tiny, {"a": loader(ModelFormatError("damaged")), "b": loader(CapacityError("too large"))}) as live:
         for model, status, said in (("a", 500, "damaged"), ("b", 503, "too large"), ("a", 500, "damaged")):

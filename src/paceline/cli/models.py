@@ -1,4 +1,4 @@
-"""``paceline list``, ``show`` and ``rm``: the models on this machine."""
+"""``paceline list``, ``show``, ``rm`` and ``ps``: the models on this machine, and those that a server has loaded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import typer
 
 from paceline.config.aliases import ALIASES
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.models.files.cached import CachedModel
 
+_PATIENCE = 10.0  # seconds that a server may take to answer
+_SHOWN = 300  # characters of its refusal
+_FOREVER = 366 * 86400.0  # seconds: such a model stays loaded
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -65,7 +72,7 @@ def show(
             "path": facts.path,
             "size": f"{size_text(facts.size)}, {facts.file_format}",
             "architecture": facts.family + ("" if facts.native else ", by transformers' code"),
-            "parameters": count_text(facts.parameters),
+            "parameters": facts.parameter_size,
             "precision": facts.precision,
             "context": f"{facts.context} tokens",
             "abilities": ", ".join(facts.abilities),
@@ -86,14 +93,43 @@ def rm(names: Annotated[list[str], typer.Argument(help="Names as in paceline lis
             typer.echo(f"deleted {model.short_name}, {size_text(model.size)}")
 
 
+def ps(
+    url: Annotated[str, typer.Option("--url", help="Address of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option("--api-key", help="Key, if the server needs one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models that a running server has loaded."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        request = Request(f"{url.rstrip('/')}/api/ps", headers=headers)
+        with urlopen(request, timeout=_PATIENCE) as reply:
+            models = json.load(reply)["models"]
+    except HTTPError as error:
+        raise PacelineError(f"{url} refused: {error.read().decode(errors='replace')[:_SHOWN]}") from error
+    except (OSError, ValueError, KeyError) as error:
+        why = f"no server of paceline answers at {url} ({error}): --url names another address"
+        raise PacelineError(why) from error
+    rows = [
+        {
+            "name": model["name"],
+            "size": model["size"] if as_json else size_text(model["size"]),
+            "context": model["context_length"],
+            "until": model["expires_at"] if as_json else _until(model["expires_at"]),
+        }
+        for model in models
+    ]
+    _print(rows, as_json)
+
+
+def _until(expires: str) -> str:
+    """When a model is unloaded if no request comes, as people read it."""
+    seconds = (datetime.fromisoformat(expires) - datetime.now(UTC)).total_seconds()
+    return "stays loaded" if seconds > _FOREVER else f"{max(0.0, seconds):.0f} s without a request"
+
+
 def size_text(size: int) -> str:
     """Bytes as people read them: 98 MB, 4.7 GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
-
-
-def count_text(count: int) -> str:
-    """A number of weights as people read it: 135M, 1.5B."""
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M" if count >= 1e6 else f"{count / 1e3:.0f}K"
 
 
 def _print(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:

@@ -63,6 +63,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP: OpenAI's API and its Responses API, Anthropic's Messages API, Ollama's API."""
     try:
+        from paceline.server.models import ModelSource
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "serve") from error
@@ -87,7 +88,7 @@ def serve(
         return dataclasses.replace(flags, memory_limit=memory_limit).load(model, quiet=True)
 
     alone = EngineFlags(**flags.options() if flags.draft_model is None else without_draft(flags.options()))
-    others = {name: partial(load, alone, other) for name, other in names.items()}
+    others = {name: ModelSource(other, partial(load, alone, other)) for name, other in names.items()}
     run(config, lambda: load(flags, model, flags.memory_limit), others, flags.memory_limit)
 
 

@@ -36,7 +36,8 @@ from paceline.server.messages.job import MessagesJob, count_tokens
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import MessageReply, TokenCount
 from paceline.server.metrics import Stats
-from paceline.server.models import Leases, Loader, ServedModels
+from paceline.server.models import Leases, ModelSource, ServedModels
+from paceline.server.ollama.routes import add_ollama
 from paceline.server.playground import add_playground
 from paceline.server.protocol import CompletionRequest, DetokenizeRequest
 from paceline.server.responses import replies as responses_replies
@@ -76,7 +77,7 @@ def make_app(
     config: ServerConfig,
     load: Callable[[], LLM],
     on_end: Callable[[], None] = lambda: None,
-    others: Mapping[str, Loader] | None = None,
+    others: Mapping[str, ModelSource] | None = None,
     memory_limit: int | None = None,
 ) -> FastAPI:
     """Build the server as an ASGI application.
@@ -113,6 +114,7 @@ def make_app(
     _add_error_handlers(app, context)
     _add_generation(app, served)
     _add_models(app, served)
+    add_ollama(app, served)
     _add_texts(app, served)
     _add_operations(app, served)
     add_batches(app, context, runner)

@@ -91,10 +91,10 @@ class Context:
         self.meter = meter or Meter(config.log_interval)
         checked = functools.partial(_loaded, load, config)
         self.service = EngineService(checked, self.meter, on_end, config.stall_timeout, config.capture_seconds)
-        self.new_id = RequestIds() if first is None else first.new_id
-        self.quotas = Quotas(config.api_keys) if first is None else first.quotas
-        self.bodies = WorkerThread("bodies") if first is None else first.bodies
-        self.replies = ReplyWriter() if first is None else first.replies
+        self.new_id: RequestIds = RequestIds() if first is None else first.new_id
+        self.quotas: Quotas = Quotas(config.api_keys) if first is None else first.quotas
+        self.bodies: WorkerThread = WorkerThread("bodies") if first is None else first.bodies
+        self.replies: ReplyWriter = ReplyWriter() if first is None else first.replies
         self.texts = TextWorker(config, self.service)
         self.dispatcher = Dispatcher(config, self.service, self.texts, self.new_id, self.quotas)
         self._own = (self.texts,) if first is not None else (self.bodies, self.texts, self.replies)
@@ -121,7 +121,7 @@ class Context:
 
         A chat that names one of ``RECOMMENDED_FIELDS`` gets nothing of the default that is made for chats.
         """
-        named = any(getattr(body, name, None) is not None for name in RECOMMENDED_FIELDS)
+        named = body.given.keys() & set(RECOMMENDED_FIELDS)
         return self.default_sampling if named else self.default_chat_sampling
 
     @property

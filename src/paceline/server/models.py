@@ -31,10 +31,19 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 log = logging.getLogger("paceline.server")
-Loader = Callable[[int | None], "LLM"]
-"""Builds a model within a number of bytes; None: within the machine's free memory."""
 _POLL = 0.02  # seconds between two looks at whether a model is loaded
 _LEASES = "paceline.leases"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. model: the name or path of its files.
+
+    load: builds it within a number of bytes; None: within the machine's free memory.
+    """
+
+    model: str
+    load: Callable[[int | None], LLM]
 
 
 @dataclass
@@ -46,7 +55,7 @@ class Place:
     """
 
     name: str
-    load: Loader
+    source: ModelSource
     meter: Meter
     unload_after: float | None
     context: Context | None = None
@@ -74,13 +83,13 @@ class Place:
 class ServedModels:
     """The models of one server. Not thread-safe: call it from the event loop only.
 
-    first: the model that is always loaded. loaders: the others by name. memory_limit: bytes for all models together.
+    first: the model that is always loaded. sources: the others by name. memory_limit: bytes for all models together.
     """
 
-    def __init__(self, first: Context, loaders: Mapping[str, Loader], memory_limit: int | None) -> None:
+    def __init__(self, first: Context, sources: Mapping[str, ModelSource], memory_limit: int | None) -> None:
         self.first, self._memory_limit = first, memory_limit
         interval, after = first.config.log_interval, first.config.unload_after
-        self.others = {name: Place(name, load, Meter(interval), after) for name, load in loaders.items()}
+        self.others = {name: Place(name, source, Meter(interval), after) for name, source in sources.items()}
         self._turn = asyncio.Lock()  # one model is loaded at a time, in the order of requests
         self._room_wanted = False  # a model waits until another one has no requests
         self._released = asyncio.Event()
@@ -169,7 +178,7 @@ class ServedModels:
     async def _ready(self, place: Place, left: int | None) -> Context:
         """Load a model. Raises CapacityError, or ApiError for any other failure."""
         config = replace(self.first.config, served_model_name=place.name)
-        context = Context(config, partial(place.load, left), lambda: None, first=self.first, meter=place.meter)
+        context = Context(config, partial(place.source.load, left), lambda: None, first=self.first, meter=place.meter)
         context.service.start()
         while context.service.is_loading:
             await asyncio.sleep(_POLL)
@@ -199,6 +208,7 @@ class ServedModels:
 
     def _count_user(self, place: Place) -> None:
         place.users += 1
+        place.unload_after = self.first.config.unload_after
         if place.timer is not None:
             place.timer.cancel()
             place.timer = None

@@ -21,7 +21,7 @@ from paceline.server import errors, logs
 from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable, with_connections
 from paceline.server.ending import watch_signals
-from paceline.server.models import Loader
+from paceline.server.models import ModelSource
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
 
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
 def serve(
     config: ServerConfig,
     load: Callable[[], LLM],
-    others: Mapping[str, Loader] | None = None,
+    others: Mapping[str, ModelSource] | None = None,
     memory_limit: int | None = None,
 ) -> None:
     """Serve until a signal; arguments as in ``make_app``.

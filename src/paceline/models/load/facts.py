@@ -15,6 +15,7 @@ from paceline.chat.families import chat_format
 from paceline.errors import PacelineError, RequestError
 from paceline.models.description.weights import shapes
 from paceline.models.files.boundary import ResolvedSource, is_loaded, name_of, reads_model
+from paceline.models.files.fingerprint import hash_of_files
 from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.recommended import recommended_sampling
 from paceline.models.files.safetensors import stored_tensors
@@ -31,6 +32,7 @@ class ModelFacts:
     architecture. native: whether paceline's own code runs it. parameters: number of weights. precision: how most of
     them are stored. context: tokens of its longest sequence. width: of its hidden states. chat_template: None if it has
     none. abilities: those of "completion", "tools", "thinking", "insert" (filling gaps) and "embedding" that it has.
+    modified: when its newest file was written, in seconds since the epoch. digest: hash of samples of its files.
     sampling: what its files recommend. license: as a GGUF file names it.
     """
 
@@ -45,8 +47,18 @@ class ModelFacts:
     width: int
     chat_template: str | None
     abilities: tuple[str, ...]
+    modified: float
+    digest: str
     sampling: dict[str, Any] = field(default_factory=dict)
     license: str | None = None
+
+    @property
+    def parameter_size(self) -> str:
+        """The number of weights as people read it: 135M, 1.5B."""
+        for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+            if self.parameters >= size:
+                return f"{self.parameters / size:.{1 if unit == 'B' else 0}f}{unit}"
+        return str(self.parameters)
 
 
 @reads_model
@@ -54,15 +66,14 @@ def model_facts(source: ResolvedSource) -> ModelFacts:
     """Describe a model. Raises the errors of ``load_model``, and RequestError for a loaded model: it has no files."""
     if is_loaded(source):
         raise RequestError(f"{name_of(source)} is loaded already: there are no files to describe")
-    spec, config, template, abilities = describe_source(source), load_config(source), None, ("embedding",)
-    if not lacks_head(source):
-        template, abilities = _texts(source)
-    stored = _stored(source)
+    spec, config = describe_source(source), load_config(source)
+    template, abilities = (None, ("embedding",)) if lacks_head(source) else _texts(source)
+    stored, stats = _stored(source), [file.stat() for file in files(source)]
     native_sizes = None if spec is None else [tensor.numel() for tensor in shapes(spec).values()]
     return ModelFacts(
         path=str(source),
         file_format="gguf" if source.is_file() else "safetensors",
-        size=sum(file.stat().st_size for file in files(source)),
+        size=sum(stat.st_size for stat in stats),
         family=str(config.model_type),
         native=spec is not None,
         parameters=sum(native_sizes or stored.values()),
@@ -71,6 +82,8 @@ def model_facts(source: ResolvedSource) -> ModelFacts:
         width=int(config.get_text_config().hidden_size) if spec is None else spec.width,
         chat_template=template,
         abilities=abilities,
+        modified=max(stat.st_mtime for stat in stats),
+        digest=hash_of_files(source),
         sampling=recommended_sampling(source),
         license=GGUFFile(source).metadata.get("general.license") if source.is_file() else None,
     )
@@ -93,7 +106,7 @@ def _file_type(path: Path) -> str | None:
     """The type of a GGUF file as its metadata name it, such as Q4_K_M; None without such a name."""
     number = GGUFFile(path).metadata.get("general.file_type") if path.is_file() else None
     try:
-        return LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return str(LlamaFileType(number).name).removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
         return None
 
