@@ -89,6 +89,7 @@ def _fields_without_effect() -> Iterator[str]:
     from paceline.server.chat_protocol import ChatRequest
     from paceline.server.embeddings import EmbeddingRequest
     from paceline.server.messages.protocol import MessagesRequest
+    from paceline.server.ollama.protocol import AnswerRequest, ModelOptions
     from paceline.server.protocol import CompletionRequest
     from paceline.server.responses.protocol import ResponsesRequest
 
@@ -108,6 +109,8 @@ def _fields_without_effect() -> Iterator[str]:
         ("/v1/embeddings", EmbeddingRequest),
         ("/v1/messages", MessagesRequest),
         ("/v1/responses", ResponsesRequest),
+        ("/api/chat and /api/generate", AnswerRequest),
+        ("options of /api/chat and /api/generate", ModelOptions),
     ):
         yield from (f"### Without effect in {path}", "", "| field | accepted | otherwise |", "| --- | --- | --- |")
         for name in sorted(body.labels - body.model_fields.keys()):

@@ -204,6 +204,16 @@ class Meter:
         for kind, size in (("rows", filled.row_bytes), ("prefixes", filled.prefix_bytes)):
             self._bytes_gauge.labels(kind).set(size)
 
+    def engine_ended(self) -> None:
+        """Set what an engine that was unloaded leaves behind to zero. Counters go on with the model's next load."""
+        with self._lock:
+            self._running = self._waiting = self._capacity = 0
+            self._filled = CacheUsage(0, 0, 0)
+        for kind in ("rows", "prefixes"):
+            self._bytes_gauge.labels(kind).set(0)
+        for gauge in (self._running_gauge, self._waiting_gauge, self._usage_gauge, self._limit_gauge, self._batch_size):
+            gauge.set(0)
+
     def record_round(self, engine: Engine) -> None:
         """Record the last round. Called after every step; does nothing if the step ran no round."""
         if engine.last_verdict is None:

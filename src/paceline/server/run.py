@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from paceline.config import ServerConfig
@@ -20,6 +21,7 @@ from paceline.server import errors, logs
 from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable, with_connections
 from paceline.server.ending import watch_signals
+from paceline.server.models import ModelSource
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
 
@@ -44,7 +46,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 with_connections(app),
                 loop="asyncio",  # the only tested loop; connections.py relies on it
-                http=cast(Any, functools.partial(Connection, ConnectionTable(config))),
+                http=cast(Any, partial(Connection, ConnectionTable(config))),
                 ws="none",
                 backlog=ACCEPTED_AT_ONCE,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -79,22 +81,30 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
-    """Serve until a signal. Raises ParameterError if it cannot listen, and what ``load`` raises."""
+def serve(
+    config: ServerConfig,
+    load: Callable[[], LLM],
+    others: Mapping[str, ModelSource] | None = None,
+    memory_limit: int | None = None,
+) -> None:
+    """Serve until a signal; arguments as in ``make_app``.
+
+    Raises ParameterError if it cannot listen, and what ``load`` raises.
+    """
     sockets = listen(config)  # a port in use is reported before the model loads
     with logs.to_stderr(config.log_format, config.log_level):
-        service = _serve(config, load, sockets)
+        service = _serve(config, sockets, partial(make_app, config, load, others=others, memory_limit=memory_limit))
     if service.failure is not None:
         raise service.failure
 
 
-def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.socket]) -> EngineService:
+def _serve(config: ServerConfig, sockets: list[socket.socket], make: Callable[..., FastAPI]) -> EngineService:
     def end() -> None:
         server.should_exit = True
 
-    app = make_app(config, load, end)
+    app = make(on_end=end)
     service: EngineService = app.state.context.service
-    server = Server(app, config, service.fail_all)
+    server = Server(app, config, app.state.served.fail_all)
     watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP, lambda: service.is_loading)
     say_where(config, sockets)
     server.run(sockets)

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.server import errors
 from paceline.server.documents import event, named_event
+from paceline.server.errors import OLLAMA
 from paceline.server.generation import ClientGoneError, while_connected
 from paceline.server.metrics import Meter
 
@@ -24,6 +25,8 @@ Events = AsyncGenerator[bytes, None]
 def last_events(error: errors.ApiError, path: str) -> bytes:
     """Return what ends a stream of a path after an error: an event, and in OpenAI's older APIs ``DONE``."""
     body = json.dumps(error.body_for(path)).encode()
+    if path.startswith(OLLAMA):
+        return body + b"\n"
     return event(body) + DONE if path.startswith(_UNNAMED) else named_event("error", body)
 
 
@@ -78,6 +81,15 @@ class EventStream(Response):
 
     async def _begin(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+
+class LineStream(EventStream):
+    """Streams lines of JSON, as Ollama's API does; see ``EventStream``."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, lines: Events, meter: Meter) -> None:
+        super().__init__(lines, meter, done=b"")
 
 
 async def _send(send: Send, body: bytes, more: bool = True) -> None:

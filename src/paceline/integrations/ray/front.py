@@ -21,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.integrations.ray.replica import ReplicaStatus
 from paceline.integrations.ray.routing import AFFINITY, blocks_of
-from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.app import PROMETHEUS
 from paceline.server.bodies import parsed
@@ -32,6 +31,7 @@ from paceline.server.logs import request_id
 from paceline.server.metrics import Meter
 from paceline.server.security import Gate
 from paceline.server.streaming import last_events
+from paceline.server.sums import labelled, together
 
 log = logging.getLogger("paceline.server")
 
@@ -123,7 +123,7 @@ class Front:
 
     async def _metrics(self, _: Request) -> Response:
         texts = {status["name"]: status["metrics"] for status in await self._statuses()}
-        return Response(labelled(texts, self._meter.exposition().decode()), media_type=PROMETHEUS)
+        return Response(labelled(texts, "replica", self._meter.exposition().decode()), media_type=PROMETHEUS)
 
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": sum(status["load"] for status in await self._statuses())})
