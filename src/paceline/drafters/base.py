@@ -66,6 +66,7 @@ class Drafter(RowKeeper):
     width: draft tokens per position; 1: its drafts are chains.
     sources: names of the kinds of its last draft tokens (``Draft.kinds``).
     paying_rows: largest batch for which drafting was measured to pay; None: not measured.
+    one_pass: whether a draft takes the same time whatever its number of tokens.
     """
 
     name: ClassVar[str]
@@ -78,6 +79,7 @@ class Drafter(RowKeeper):
     width = 1
     sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None
+    one_pass = False
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -133,6 +135,10 @@ class Wrapper(RowKeepers, Drafter):
     @property
     def paying_rows(self) -> int | None:  # type: ignore[override]
         return self.inner.paying_rows
+
+    @property
+    def one_pass(self) -> bool:  # type: ignore[override]
+        return self.inner.one_pass
 
     @property
     def decoders(self) -> Sequence[DraftDecoder]:

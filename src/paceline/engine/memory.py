@@ -109,12 +109,14 @@ def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, po
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
-    layers = kv_layers_of(model)
+    layers, fused = kv_layers_of(model), 0
+    if isinstance(model, HeadModel):
+        fused, positions = model.fused_bytes(positions), positions + model.slots_behind
     if grows_on(model.device):
         kept = KVCache.growing_bytes(layers, positions, model.dtype)
     else:
         kept = KVCache.bytes_for(layers, 1, positions, model.dtype)
-    return kept + (model.fused_bytes(positions) if isinstance(model, HeadModel) else 0)
+    return kept + fused
 
 
 @dataclass(frozen=True)

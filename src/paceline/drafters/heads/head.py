@@ -58,8 +58,12 @@ class Head(nn.Module):
     def _add_layers(self, config: HeadConfig, joined: int) -> None:
         """Create the layers and the norm behind them."""
         layers = range(len(config.decoder.layers))
-        self.layers = nn.ModuleList(HeadLayer(config, index, joined=index < joined) for index in layers)
+        self.layers = nn.ModuleList(self._layer(config, index, index < joined) for index in layers)
         self.norm = rms_norm(config.width, config)
+
+    def _layer(self, config: HeadConfig, index: int, joined: bool) -> HeadLayer:
+        """Create a layer."""
+        return HeadLayer(config, index, joined=joined)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -95,6 +95,8 @@ def obstacle_of_head(config: HeadConfig) -> str | None:
     """Return why the kernels cannot run heads of this configuration; None if they can."""
     if config.kind in ("hidden_transfer", "chimera"):
         return "hidden transfer and Chimera heads run in torch only"
+    if config.block is not None:
+        return "block drafters run in torch only"
     return obstacle_of(replace(config.decoder, mtp=False))
 
 
