@@ -218,8 +218,8 @@ class Engine:
     @property
     def memory_bytes(self) -> int:
         """Bytes that the models take, with caches that are as full as their limit allows."""
-        models, rows = self.models, self.config.max_batch_size
-        plan = plan_memory(models.target, models.draft, self.config, rows, self.max_model_len)
+        models = self.models
+        plan = plan_memory(models.target, models.draft, self.config, self._fitted.rows, self.max_model_len)
         return plan.weights + plan.to_allocate - plan.caches + self.room.limit
 
     def identity(self) -> Identity:

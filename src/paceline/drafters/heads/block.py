@@ -29,7 +29,7 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadLayer, rms_norm
 from paceline.kernels.attention.base import Attend
 from paceline.models.decoding.draft_vocabulary import NEVER
-from paceline.models.torch.layers import Rotation
+from paceline.models.torch.rotary import Rotation
 
 StoreKeys: TypeAlias = Callable[[int, Tensor, Tensor], None]
 """Stores a layer's keys and values, [B, T, key heads, D] each."""

@@ -16,6 +16,7 @@ from paceline.core.slots import Slots
 from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
+from paceline.kernels.attention.base import SoftmaxTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel
 from paceline.models.decoding.passes import Part, Passes
@@ -76,9 +77,17 @@ class BlockAttend:
         self._of_layers = [attends[causal] for causal in kinds]
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
-        return self._of_layers[layer](layer, q, k, v, scale=scale, window=window)
+        return self._of_layers[layer](layer, q, k, v, scale=scale, window=window, terms=terms)
 
 
 class BlockPasses(Passes):

@@ -48,7 +48,7 @@ class MtpHead(Head):
         rotary = spec.layers[0].attention.rotary
         self._fc = weights["mtp.fc.weight"]
         self._embedding_norm, self._hidden_norm = parts.norm("mtp.embedding_norm"), parts.norm("mtp.hidden_norm")
-        self._layer = DecoderLayer(spec, parts, 0, 0, {} if rotary is None else {rotary: 0})
+        self._decoder_layer = DecoderLayer(spec, parts, 0, 0, {} if rotary is None else {rotary: 0})
         self._norm, self._steps = parts.norm("norm"), steps_for(self._device)
 
     def _add_layers(self, config: HeadConfig, joined: int) -> None:
@@ -71,9 +71,9 @@ class MtpHead(Head):
         joined = torch.cat((embedded, self._hidden_norm(hidden)), dim=-1)
         x = functional.linear(joined, self._fc).flatten(0, 1)
         forward = ForwardContext(len(tokens), [self._rotation(positions, hidden.dtype)], attend, self._steps)
-        entry = self._layer.entry
+        entry = self._decoder_layer.entry
         assert entry is not None, "families with such heads have norms before each part"
-        normed = self._layer(x, entry(x), forward, self._norm)[1].view(hidden.shape)
+        normed = self._decoder_layer(x, entry(x), forward, self._norm)[1].view(hidden.shape)
         return HeadStep(normed, normed)
 
 
