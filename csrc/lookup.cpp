@@ -257,7 +257,8 @@ int64_t look_up_all(const Row& row, const Texts* documents, const RowSources& ro
   return made;
 }
 
-// Appends the rows' new tokens to their answers first. Returns whether all lengths lie within the width.
+// Appends the rows' new tokens to their answers first, without the last, which the model has not read: if it reads NaN
+// there, no other row should have drafted it. Returns whether all lengths lie within the width.
 bool append_to_answers(const RowSources* row_sources, const int64_t* slots, const int64_t* text, int64_t stride, int64_t width,
                        const int64_t* lengths, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -266,7 +267,7 @@ bool append_to_answers(const RowSources* row_sources, const int64_t* slots, cons
     if (row_sources == nullptr || row_sources[i].answers == nullptr) continue;
     Texts& answers = *row_sources[i].answers;
     const int64_t number = row_sources[i].number, known = row_sources[i].first + answers.size(number);
-    if (!answers.has_forgotten(number)) answers.append(number, text + slot * stride + known, length - known);
+    if (!answers.has_forgotten(number) && known < length) answers.append(number, text + slot * stride + known, length - 1 - known);
   }
   return true;
 }

@@ -204,7 +204,7 @@ def test_what_every_answer_said_first_is_drafted_for_the_next(kind: int) -> None
     lookup, prompt = lookups([])[kind], [*range(LONGEST_SUFFIX + 2)]
     answers = lookup.texts()
     first = len(prompt) - LONGEST_SUFFIX
-    found_in(lookup, [[*prompt, 80, 90]], 3, [CopySources(None, answers, 0, first)])
+    found_in(lookup, [[*prompt, 80, 90, 99]], 3, [CopySources(None, answers, 0, first)])
     found = found_in(lookup, [prompt], 3, [CopySources(None, answers, 1, first)])
     assert found == LookupResult([[80, 90]], [LONGEST_SUFFIX], [WHOLE], [ANSWERS])
 

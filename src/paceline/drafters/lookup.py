@@ -69,7 +69,8 @@ class SearchedRows(NamedTuple, Generic[T]):
     """B rows to search for.
 
     text: [R, T] int64 on the CPU, with contiguous rows. length: [R] int64, tokens of each slot. slots: of the B rows.
-    beside: sources of each row; tokens that rows have gained are first added to their answers.
+    beside: sources of each row; tokens that rows have gained are first added to their answers, except for
+        the last, which the model has not read: if that gives NaN, no other row should have drafted it.
     """
 
     text: Tensor
@@ -386,10 +387,10 @@ def _distinct(ways: Iterator[Continuation], most: int) -> list[Continuation]:
 
 
 def _caught_up(rows: SearchedRows[HostTextIndex]) -> list[tuple[list[int], CopySources[HostTextIndex]]]:
-    """Text and other sources of each row, after all rows' new tokens were added to their answers."""
+    """Text and other sources of each row, after all rows' new tokens but the last were added to their answers."""
     lines = [rows.text[slot, : int(rows.length[slot])].tolist() for slot in rows.slots]
     each = [CopySources[HostTextIndex]() if one is None else one for one in rows.beside or [None] * len(lines)]
     for line, one in zip(lines, each, strict=True):
         if one.answers is not None:
-            one.answers.append(one.number, line[one.first + one.answers.size(one.number) :])
+            one.answers.append(one.number, line[one.first + one.answers.size(one.number) : -1])
     return list(zip(lines, each, strict=True))

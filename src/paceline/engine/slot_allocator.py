@@ -120,7 +120,7 @@ class SlotAllocator:
             prefix = CachedPrefix()
             for decoder in self.parts.decoders:
                 decoder.erase_row(slot)
-        if sequence.member is not None and sequence.output.token_ids:
+        elif sequence.member is not None and sequence.output.token_ids:
             answer = sequence.prompt[sequence.member.prompt_tail :] + sequence.output.token_ids
             self.parts.drafter.end(slot, sequence.member, answer)
         self.parts.leave(slot)
