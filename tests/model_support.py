@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from paceline.core.slots import Slots
 from paceline.kernels.attention.cached import CachedAttend
@@ -101,6 +101,13 @@ _LATENT = _LLAMA | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
     "v_head_dim": 10,
 }  # fmt: skip
+_ROUTED = _LATENT | {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+}  # fmt: skip
+YARN_GROWING = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=48, max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
+    beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=16 / 28,
+)  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NATIVE |= {
     "gemma3": ("gemma3_text", _GEMMA3),
@@ -126,6 +133,17 @@ NATIVE |= {
     "youtu": ("youtu", _LATENT | YARN_MSCALE),
     "youtu with biases": ("youtu", _LATENT | {"rope_interleave": False, "attention_bias": True}),
     "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
+    "deepseek_v2": ("deepseek_v2", _ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        _ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", _ROUTED | {"n_group": 1, "topk_group": 1}),
+    "mistral4": ("mistral4", _ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }
@@ -158,7 +176,9 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """Random model in which every weight matters: biases and norms are random, too."""
     config = AutoConfig.for_model(kind, **fields, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    writes_alone = type(config) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if writes_alone else AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         stored = model.state_dict(keep_vars=True).values()  # buffers, too, which Gemma 4 has

@@ -110,7 +110,10 @@ _NEW = [
     "exaone4 with windows",
 ]  # fmt: skip
 _EXPERTS = ["qwen3_moe", "olmoe", "granitemoe"]
-_LATENT = ["minicpm3", "youtu", "youtu with biases", "youtu without a query vector"]
+_LATENT = [
+    *("minicpm3", "youtu", "youtu with biases", "youtu without a query vector"),
+    *("deepseek_v2 with groups", "deepseek_v3"),
+]
 _HEADS = {"head_dim": 16, "num_hidden_layers": 2, "tie_word_embeddings": False}  # the kernels' narrowest heads
 
 

@@ -39,6 +39,7 @@ ROWS, TOKENS = 8, 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
+LATENT, ROUTED = ("minicpm3", "youtu"), ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
 LAYERS = {"gemma3_text": 6, "smollm3": 4, "exaone4": 4}  # whose kinds GGUF files do not tell: those of the family
 UNTOLD = ("layer_types", "no_rope_layer_interval")
@@ -71,7 +72,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_moe": _qwen3_5_moe,
     "lfm2": tiny_lfm2,
     "granitemoehybrid": tiny_granite_hybrid,
-    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in ("minicpm3", "youtu")},
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in (*LATENT, *ROUTED)},
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }

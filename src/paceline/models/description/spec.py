@@ -170,7 +170,7 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised, sigmoid, groups, used_groups: see ``Routing``.
+    normalised, sigmoid, groups, used_groups, group_best: see ``Routing``.
     router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
     output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
@@ -186,6 +186,7 @@ class ExpertsSpec:
     sigmoid: bool = False
     groups: int = 1
     used_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
     correction: bool = False
     output_scale: float = 1.0
@@ -205,7 +206,7 @@ class ExpertsSpec:
     @property
     def routing(self) -> Routing:
         """How a token's experts follow from the scores."""
-        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups)
+        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups, self.group_best)
 
 
 @dataclass(frozen=True)

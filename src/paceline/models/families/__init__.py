@@ -12,9 +12,12 @@ from paceline.errors import ModelFormatError
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.families import (
+    deepseek_v2,
+    deepseek_v3,
     exaone4,
     gemma3,
     gemma4,
+    glm4_moe_lite,
     gpt2,
     gpt_oss,
     granite,
@@ -25,6 +28,7 @@ from paceline.models.families import (
     minicpm3,
     ministral3,
     mistral,
+    mistral4,
     olmo2,
     olmo3,
     olmoe,
@@ -46,7 +50,7 @@ _MODULES = (
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe),
     *(granitemoehybrid, lfm2),
-    *(minicpm3, youtu),
+    *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
