@@ -79,10 +79,11 @@ class AttentionSpec:
     interleaved: whether neighbouring elements of a head turn together, (2 i, 2 i + 1), as the weights are stored;
         backends rotate (i, n + i), see ``mixers.in_order``.
     qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads together ("all"); its epsilon is
-        qk_norm_eps. It stands before the rotation, or behind it (norm_after).
+        qk_norm_eps. It stands before the rotation, or behind it (norm_after). qk_affine: whether it has weights.
     cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
+    gates_apart: whether the gates have a matrix of their own.
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
@@ -101,10 +102,12 @@ class AttentionSpec:
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_eps: float = 1e-6
     norm_after: bool = False
+    qk_affine: bool = True
     interleaved: bool = False
     cap: float | None = None
     sinks: bool = False
     gated: bool = False
+    gates_apart: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None

@@ -26,6 +26,9 @@ def ignoring(pattern: str) -> re.Pattern[str]:
     return re.compile(f"{_FREQUENCIES.pattern}|{pattern}")
 
 
+OWN_HEAD = ignoring(r"mtp\..*")
+"""With the tensors of a draft head in the model's own files."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
