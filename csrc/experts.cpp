@@ -96,7 +96,7 @@ void ExpertsStep::choose(int token) const {
   }
 }
 
-// Leaves the groups whose two highest values have the largest sums, the first of equal ones.
+// Leaves the groups whose highest values, one or two, have the largest sums, the first of equal ones.
 void ExpertsStep::drop_groups(float* values) const {
   const int size = e_.count / e_.groups;
   float* totals = values + e_.count;
@@ -106,7 +106,7 @@ void ExpertsStep::drop_groups(float* values) const {
       second = std::max(second, std::min(first, values[e]));
       first = std::max(first, values[e]);
     }
-    totals[g] = size > 1 ? first + second : first;
+    totals[g] = size > 1 && e_.group_best > 1 ? first + second : first;
   }
   for (int g = 0; g < e_.groups; ++g) {
     int better = 0;

@@ -46,8 +46,16 @@ ROWS, TOKENS = 8, 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
+LATENT, ROUTED = ("minicpm3", "youtu"), ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
-LAYERS = {"gemma3_text": 6, "smollm3": 4, "exaone4": 4}  # whose kinds GGUF files do not tell: those of the family
+LAYERS = {
+    "gemma3_text": 6,
+    "smollm3": 4,
+    "exaone4": 4,
+    "cohere2": 4,
+    "exaone_moe": 4,
+    "afmoe": 4,
+}  # whose kinds GGUF files do not tell: those of the family
 UNTOLD = ("layer_types", "no_rope_layer_interval")
 
 
@@ -67,6 +75,27 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             *("qwen3_moe", "granitemoe"),
         )
     },
+    **{
+        name: functools.partial(of_table, name, **HEADS, hidden_size=64)
+        for name in (
+            *("mixtral", "ministral", "cwm", "exaone", "gemma", "vaultgemma", "glm", "glm4", "helium", "seed_oss"),
+            *("sarvam_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "afmoe", "glm4_moe"),
+            *("cohere", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5", "ernie4_5_moe", "mellum"),
+            *(
+                "qwen2_moe",
+                "qwen3_moe with dense layers",
+                "flex_olmo",
+                "granite_swa",
+                "granitemoe_swa",
+                "starcoder2",
+                "phi",
+                "arcee",
+                "apertus",
+            ),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat"),
+        )
+    },
+    "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
     "olmo3": functools.partial(of_table, "olmo3", **HEADS),
     "olmoe": functools.partial(of_table, "olmoe", **HEADS, hidden_size=64),  # as wide as its heads together
     "phi3 with a partial rotation": functools.partial(of_table, "phi3 with a partial rotation", **HEADS),
@@ -80,11 +109,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
-    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in ("minicpm3", "youtu")},
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in (*LATENT, *ROUTED)},
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }
-UNWRITTEN = {"llama with llama3 rope", "phi3"}  # factors that test_gguf.py writes; a window, refused in GGUF files
+# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
 IN_TORCH = {"granitemoehybrid"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,

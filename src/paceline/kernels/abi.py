@@ -147,7 +147,7 @@ class CExperts(Structure):
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
-        ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("group_best", c_int32), ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -424,4 +424,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "6299e1d68dd5ffe1"
+INTERFACE = "19dac63856ba02c9"

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BEST_OF_GROUP = 2  # DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -18,7 +16,8 @@ class Routing:
     sigmoid: whether an expert's probability is the sigmoid of its score; else the probabilities are a softmax.
     normalised: whether the weights are the probabilities divided by their sum over the token's experts.
     groups, used_groups: the experts lie in ``groups`` equal groups, and those of a token are in the ``used_groups``
-        groups whose two highest values have the largest sums.
+        groups whose ``group_best`` highest values have the largest sums: 2 in DeepSeek-V3 (arXiv 2412.19437, section
+        2.1.2), 1 in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2).
     """
 
     used: int
@@ -26,6 +25,7 @@ class Routing:
     sigmoid: bool = False
     groups: int = 1
     used_groups: int = 1
+    group_best: int = 2
 
 
 def route(scores: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:
     if routing.groups == 1:
         return values
     grouped = values.view(*values.shape[:-1], routing.groups, -1)
-    totals = grouped.topk(min(_BEST_OF_GROUP, grouped.shape[-1]), -1)[0].sum(-1)
+    totals = grouped.topk(min(routing.group_best, grouped.shape[-1]), -1)[0].sum(-1)
     best = totals.sort(stable=True, dim=-1, descending=True)[1][:, : routing.used_groups]
     kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).view_as(values)

@@ -39,7 +39,7 @@ def in_order(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
         return qkv
     if spec.latent is not None:
         return first_in_order(qkv, spec)
-    ordered = qkv.reordered(lambda rows: _gates_last(rows, spec)) if spec.gated else qkv
+    ordered = qkv.reordered(lambda rows: _gates_last(rows, spec)) if spec.gated and not spec.gates_apart else qkv
     return ordered.reordered(lambda rows: pairs_apart(rows, spec)) if spec.interleaved else ordered
 
 

@@ -20,6 +20,16 @@ from dataclasses import dataclass
 
 # gguf_config itself reads those of GGUF files
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight")
+
+
+def ignoring(pattern: str) -> re.Pattern[str]:
+    """Return the names of tensors that are no weights of a decoder, and of those that match the pattern as a whole."""
+    return re.compile(f"{_FREQUENCIES.pattern}|{pattern}")
+
+
+OWN_HEAD = ignoring(r"mtp\..*")
+"""With the tensors of a draft head in the model's own files."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -156,17 +156,18 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
     if spec.latent is not None:
         yield from _latent_slots(spec, spec.latent, width, layer)
         return
-    queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
+    queries = spec.query_width * (2 if spec.gated and not spec.gates_apart else 1)  # a head's gate behind its query
     own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    gates = {"attn_gate": spec.query_width} if spec.gates_apart else {}
     for name, slot in _linear_slots(
-        "qkv", _stacked("qkv", {"q": queries, **own}, stored, layer), width, spec.bias, layer
+        "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
     ):
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
-    if spec.qk_norm is not None:
+    if spec.qk_norm is not None and spec.qk_affine:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
         if own:
@@ -503,7 +504,8 @@ def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> 
     wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
     if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
+    plus_one = suffix == "weight" and part in names.plus_one
+    return Placement(slot, stored, where, transposed, plus_one, part in names.interleaved)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

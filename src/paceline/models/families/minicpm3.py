@@ -9,13 +9,12 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec, without_residual_scale
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families.base import Family, dense_decoder_of
-from paceline.models.families.latent import LATENT_NAMES, latent_attention_of
+from paceline.models.families.base import Family
+from paceline.models.families.latent import LATENT_NAMES, latent_decoder_of
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    attention = latent_attention_of(config, interleaved=False)
-    spec = None if attention is None else dense_decoder_of(config, [attention] * config.num_hidden_layers)
+    spec = latent_decoder_of(config, interleaved=False)
     if spec is None:
         return None
     scaled = replace(spec, embed_scale=float(config.scale_emb), logits_scale=config.dim_model_base / config.hidden_size)

@@ -217,6 +217,8 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
     one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
     attention = mixer if isinstance(mixer, AttentionSpec) else None
     reads = None if attention is None else attention.reads_layer
+    has_ones = attention is not None and attention.qk_norm is not None and not attention.qk_affine
+    ones = torch.ones(attention.head_dim) if attention is not None and has_ones else None
     return LayerWeights(
         qkv=in_order(linear(f"{name}qkv"), mixer),
         attention_out=linear(f"{name}o"),
@@ -226,8 +228,8 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         post_norm=source.layer_norm(layer, index, "mlp_norm"),
         attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
         mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
-        q_norm=weights.get(f"{name}q_norm.weight"),
-        k_norm=weights.get(f"{name}k_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight", ones),
+        k_norm=weights.get(f"{name}k_norm.weight", ones),
         window=None if attention is None else attention.window,
         rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,
