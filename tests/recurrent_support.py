@@ -50,8 +50,8 @@ LFM2_SIZES: dict[str, dict[str, Any]] = {
 }
 GRANITE_SIZES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "grouped": {"heads": 6, "head_dim": 16, "groups": 2, "state_dim": 24, "taps": 3, "kinds": "fmmf", "tied": True},
-    "rotated": {"positions": "rope", "conv_bias": False},
+    "grouped": {"heads": 12, "head_dim": 16, "groups": 2, "state_dim": 32, "taps": 3, "kinds": "fmmf", "tied": True},
+    "rotated": {"heads": 4, "head_dim": 80, "positions": "rope", "conv_bias": False},
 }
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -148,8 +148,8 @@ def tiny_lfm2_moe(seed: int = 0, kinds: str = "ccf", **fields: Any) -> Lfm2MoeFo
 
 def tiny_granite_hybrid(
     seed: int = 0,
-    heads: int = 4,
-    head_dim: int = 24,
+    heads: int = 8,
+    head_dim: int = 16,
     groups: int = 1,
     state_dim: int = 16,
     taps: int = 4,
@@ -163,14 +163,14 @@ def tiny_granite_hybrid(
     config = GraniteMoeHybridConfig(
         **_COMMON,
         **_layers(kinds),
-        hidden_size=48,
+        hidden_size=64,
         shared_intermediate_size=80,
         mamba_n_heads=heads,
         mamba_d_head=head_dim,
         mamba_n_groups=groups,
         mamba_d_state=state_dim,
         mamba_d_conv=taps,
-        mamba_expand=heads * head_dim // 48,
+        mamba_expand=heads * head_dim // 64,
         mamba_conv_bias=conv_bias,
         position_embedding_type=positions,
         num_local_experts=0,

@@ -24,7 +24,6 @@ from models.test_qwen3_5_gguf import write as written_qwen3_5
 from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss
 from models.test_sinks_and_shared_experts import _written as written_gpt_oss
 from paceline import LLM, SamplingParams
-from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models.families import FAMILIES
 from paceline.models.load.loading import load_model
@@ -84,7 +83,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }
 UNWRITTEN = {"llama with llama3 rope", "phi3"}  # factors that test_gguf.py writes; a window, refused in GGUF files
-IN_TORCH = {"granitemoehybrid"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
@@ -153,10 +151,6 @@ def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str
     """Tokens and log-probabilities of eight rows are those of plain decoding, one by one."""
     theirs = subject(name)
     options = {**OPTIONS, "quantization": "int8"}
-    if name in IN_TORCH:
-        with pytest.raises(ParameterError, match="without"):
-            LLM(theirs, **options)
-        return
     alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
     assert alone.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     wanted = run(alone, prompts_of(theirs))

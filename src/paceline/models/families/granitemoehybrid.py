@@ -43,7 +43,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
 
 _NAMES = {
     **LLAMA_NAMES,
-    "layers.{}.mamba.in_proj": "layers.{}.qkv",
+    "layers.{}.mamba.in_proj": "layers.{}.in_proj",
     "layers.{}.mamba.conv1d": "layers.{}.conv",
     "layers.{}.mamba.A_log": "layers.{}.decay_rate.weight",
     "layers.{}.mamba.dt_bias": "layers.{}.step_bias.weight",
