@@ -14,6 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -51,6 +53,7 @@ LFM2_SIZES: dict[str, dict[str, Any]] = {
 GRANITE_SIZES: dict[str, dict[str, Any]] = {
     "usual": {},
     "grouped": {"heads": 12, "head_dim": 16, "groups": 2, "state_dim": 32, "taps": 3, "kinds": "fmmf", "tied": True},
+    "experts": {"experts": 5},
     "rotated": {"heads": 4, "head_dim": 80, "positions": "rope", "conv_bias": False},
 }
 _COMMON: dict[str, Any] = {
@@ -158,8 +161,9 @@ def tiny_granite_hybrid(
     *,
     conv_bias: bool = True,
     tied: bool = False,
+    experts: int = 0,
 ) -> GraniteMoeHybridForCausalLM:
-    """A random Granite 4 without experts; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
+    """A random Granite 4; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
     config = GraniteMoeHybridConfig(
         **_COMMON,
         **_layers(kinds),
@@ -173,7 +177,8 @@ def tiny_granite_hybrid(
         mamba_expand=heads * head_dim // 64,
         mamba_conv_bias=conv_bias,
         position_embedding_type=positions,
-        num_local_experts=0,
+        num_local_experts=experts,
+        intermediate_size=48,
         tie_word_embeddings=tied,
         embedding_multiplier=3.0,
         residual_multiplier=0.4,
@@ -181,6 +186,13 @@ def tiny_granite_hybrid(
         logits_scaling=0.5,
     )
     return _randomised(GraniteMoeHybridForCausalLM, config, seed)
+
+
+def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCausalLM:
+    """A random Bamba; m is a Mamba-2 layer, f attention."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+    layers = {"num_hidden_layers": len(kinds), "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "f"]}
+    return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
 
 
 def _randomised(model: Any, config: Any, seed: int) -> Any:

@@ -125,9 +125,9 @@ def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:
     assert isinstance(model, Transformer)
 
 
-def test_granite_4_with_experts_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
+def test_mamba2_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
     granite = tiny_granite_hybrid()
-    granite.config.num_local_experts = 4
+    granite.config.mamba_proj_bias = True
     lfm2 = tiny_lfm2()
     lfm2.config.conv_bias = True
     for theirs, named in ((granite, "linear_attention"), (lfm2, "conv")):

@@ -20,6 +20,7 @@ from gemma4_support import write_gguf as written_gemma4
 from model_support import NATIVE, random_tokens, tiny
 from models.test_families import _written
 from models.test_lfm2_gguf import write as written_lfm2
+from models.test_mamba2_gguf import write as written_mamba2
 from models.test_qwen3_5_gguf import write as written_qwen3_5
 from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss
 from models.test_sinks_and_shared_experts import _written as written_gpt_oss
@@ -28,6 +29,8 @@ from paceline.kernels import native
 from paceline.models.families import FAMILIES
 from paceline.models.load.loading import load_model
 from recurrent_support import (
+    GRANITE_SIZES,
+    tiny_bamba,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
@@ -79,6 +82,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
+    "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
+    "bamba": tiny_bamba,
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }
@@ -91,6 +96,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
         lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
+    "granitemoehybrid": written_mamba2,
 }
 
 

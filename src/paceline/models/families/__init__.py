@@ -12,6 +12,7 @@ from paceline.errors import ModelFormatError
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.families import (
+    bamba,
     exaone4,
     gemma3,
     gemma4,
@@ -45,7 +46,7 @@ _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
-    *(granitemoehybrid, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, lfm2, lfm2_moe),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

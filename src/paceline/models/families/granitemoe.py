@@ -18,7 +18,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     return with_experts(spec, *sizes, normalised=True)
 
 
-_EXPERTS = {
+EXPERTS = {
     "layers.{}.block_sparse_moe.router.layer": "layers.{}.router",
     "layers.{}.block_sparse_moe.router": "layers.{}.router",
     "layers.{}.block_sparse_moe.input_linear": "layers.{}.experts_gate_up",
@@ -27,4 +27,4 @@ _EXPERTS = {
     "layers.{}.block_sparse_moe.experts.down_proj": "layers.{}.experts_down.weight",
 }
 
-FAMILY = Family("granitemoe", _describe, WeightNames({**LLAMA_NAMES, **_EXPERTS}, prefixes=("model.",)))
+FAMILY = Family("granitemoe", _describe, WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",)))
