@@ -415,7 +415,20 @@ class Pass {
       k_.recurrent(call, runs_[static_cast<size_t>(i / call.parts)], i % call.parts, scratch);
     }
     pool_.meet();
+    if (call.shape.kind == kMamba2) {
+      const Share slots(static_cast<int>(runs_.size()), thread, pool_.threads());
+      for (int i = slots.first; i < slots.last; ++i) k_.keep_inputs(call, runs_[static_cast<size_t>(i)], scratch);
+      const Share tokens(tokens_.count, thread, pool_.threads());
+      for (int i = tokens.first; i < tokens.last; ++i) k_.gate_output(call, i);
+      pool_.meet();
+    }
     watch.lap(kAttention);
+  }
+
+  int parts_of(const RecurrentShape& s) const {
+    if (s.kind == kShortConv) return pool_.threads();
+    const int shared = s.value_heads / s.key_heads;
+    return s.key_heads * (s.kind == kDeltaNet ? 1 : (shared + kHeadsOfPart - 1) / kHeadsOfPart);
   }
 
   RecurrentCall describe_recurrent(const Layer& layer) const {
@@ -423,12 +436,14 @@ class Pass {
     const int64_t slots = layer.place * cache_.rows;
     RecurrentCall call{};
     call.shape = s;
-    call.parts = s.kind == kDeltaNet ? s.key_heads : pool_.threads();
+    call.parts = parts_of(s);
     call.conv = layer.recurrent->conv;
     call.rate = layer.recurrent->rate;
     call.bias = layer.recurrent->bias;
     call.norm = layer.recurrent->norm;
-    call.epsilon = s_.epsilon;
+    call.conv_bias = layer.recurrent->conv_bias;
+    call.skip = layer.recurrent->skip;
+    call.epsilon = layer.recurrent->epsilon;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();

@@ -12,12 +12,13 @@
 
 namespace paceline {
 
-// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
-// output; of a short convolution, B, C and x.
+// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net and Mamba-2, channels and the gates
+// of its output; of a short convolution, B, C and x. Fields that a kind does not have are null.
 struct Recurrent {
-  Linear gates;       // of a gated delta net: rows of beta, then of the decay; else without weights
+  Linear gates;       // of a gated delta net: rows of beta, then of the decay; of Mamba-2: of the steps; else without weights
   const float* conv;  // [taps][channels]
-  const float *rate, *bias, *norm;  // of a gated delta net, or null
+  const float *rate, *bias, *norm, *conv_bias, *skip;  // see RecurrentCall
+  float epsilon;      // of the norm
 };
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };

@@ -24,7 +24,7 @@ from paceline.models.description.spec import DecoderSpec, DeltaNetSpec, MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
-from paceline.models.native.spec import check_description
+from paceline.models.native.spec import check_reference
 
 WIDTH = 100  # characters of a terminal
 
@@ -212,7 +212,7 @@ def _columns(alike: list[Family]) -> Iterator[str]:
     architectures = (name for each in alike if each.gguf is not None for name in each.gguf.architectures)
     yield ", ".join(f"`{name}`" for name in architectures) or "-"
     try:
-        check_description(spec)
+        check_reference(spec)
     except ModelFormatError as error:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:

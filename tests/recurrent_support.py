@@ -14,6 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -50,8 +52,9 @@ LFM2_SIZES: dict[str, dict[str, Any]] = {
 }
 GRANITE_SIZES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "grouped": {"heads": 6, "head_dim": 16, "groups": 2, "state_dim": 24, "taps": 3, "kinds": "fmmf", "tied": True},
-    "rotated": {"positions": "rope", "conv_bias": False},
+    "grouped": {"heads": 12, "head_dim": 16, "groups": 2, "state_dim": 32, "taps": 3, "kinds": "fmmf", "tied": True},
+    "experts": {"experts": 5},
+    "rotated": {"heads": 4, "head_dim": 80, "positions": "rope", "conv_bias": False},
 }
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -148,8 +151,8 @@ def tiny_lfm2_moe(seed: int = 0, kinds: str = "ccf", **fields: Any) -> Lfm2MoeFo
 
 def tiny_granite_hybrid(
     seed: int = 0,
-    heads: int = 4,
-    head_dim: int = 24,
+    heads: int = 8,
+    head_dim: int = 16,
     groups: int = 1,
     state_dim: int = 16,
     taps: int = 4,
@@ -158,22 +161,24 @@ def tiny_granite_hybrid(
     *,
     conv_bias: bool = True,
     tied: bool = False,
+    experts: int = 0,
 ) -> GraniteMoeHybridForCausalLM:
-    """A random Granite 4 without experts; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
+    """A random Granite 4; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
     config = GraniteMoeHybridConfig(
         **_COMMON,
         **_layers(kinds),
-        hidden_size=48,
+        hidden_size=64,
         shared_intermediate_size=80,
         mamba_n_heads=heads,
         mamba_d_head=head_dim,
         mamba_n_groups=groups,
         mamba_d_state=state_dim,
         mamba_d_conv=taps,
-        mamba_expand=heads * head_dim // 48,
+        mamba_expand=heads * head_dim // 64,
         mamba_conv_bias=conv_bias,
         position_embedding_type=positions,
-        num_local_experts=0,
+        num_local_experts=experts,
+        intermediate_size=48,
         tie_word_embeddings=tied,
         embedding_multiplier=3.0,
         residual_multiplier=0.4,
@@ -181,6 +186,13 @@ def tiny_granite_hybrid(
         logits_scaling=0.5,
     )
     return _randomised(GraniteMoeHybridForCausalLM, config, seed)
+
+
+def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCausalLM:
+    """A random Bamba; m is a Mamba-2 layer, f attention."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+    layers = {"num_hidden_layers": len(kinds), "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "f"]}
+    return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
 
 
 def _randomised(model: Any, config: Any, seed: int) -> Any:

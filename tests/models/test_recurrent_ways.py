@@ -94,7 +94,12 @@ def random_lfm2_moe(chance: random.Random, seed: int, path: Path) -> Subject:
 
 
 def random_granite(chance: random.Random, seed: int, path: Path) -> Subject:
-    return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(list(GRANITE_SIZES.values()))), chance, path)
+    sizes = [sizes for sizes in GRANITE_SIZES.values() if not sizes.get("experts")]
+    return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(sizes)), chance, path)
+
+
+def random_granite_moe(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_granite_hybrid(seed, **GRANITE_SIZES["experts"]), chance, path)
 
 
 def of_other_kind(theirs: PreTrainedModel, chance: random.Random, path: Path) -> Subject:
@@ -123,9 +128,10 @@ KINDS = {
     "lfm2": random_lfm2,
     "lfm2_moe": random_lfm2_moe,
     "granite": random_granite,
+    "granite_moe": random_granite_moe,
 }
 WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
-WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe"  # which no device runs whole rounds of
+WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe"  # which no device runs whole rounds of
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:

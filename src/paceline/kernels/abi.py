@@ -28,6 +28,7 @@ KEY_BLOCK = 256
 ACTIVATION_GROUP = 64
 ROUTER_PANEL = 16
 INT8_ZERO = 128
+HEADS_OF_PART = 4
 MOST_TAPS = 8
 WALK_TOKENS = 64
 WIDEST_BLOCK = 64
@@ -65,6 +66,7 @@ class RecurrentKind(IntEnum):
     NOT_RECURRENT = 0
     DELTA_NET = 1
     SHORT_CONV = 2
+    MAMBA2 = 3
 
 
 class Activation(IntEnum):
@@ -114,6 +116,7 @@ class CRecurrent(Structure):
 
     _fields_ = (
         ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
+        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
     )
 
 
@@ -424,4 +427,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "19dac63856ba02c9"
+INTERFACE = "164b2b666a77a7a4"

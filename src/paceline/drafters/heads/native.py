@@ -28,7 +28,7 @@ from paceline.models.decoding.native_draft import NativeDrafting
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization, idle_expert_bytes
 from paceline.models.native.packing import PackedDecoder, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import ReadMatrix, check_description, check_spec, halves_padded, obstacle_of, spec_of
+from paceline.models.native.spec import ReadMatrix, check_reference, check_spec, halves_padded, obstacle_of, spec_of
 
 
 class NativeHead(HeadModel):
@@ -131,7 +131,7 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
 def spec_of_own_head(head: MtpHead, max_positions: int, readers: Mapping[str, ReadMatrix] | None) -> NativeSpec:
     """Weights and sizes of a target's own head for the kernels. Raises ModelFormatError if they cannot run it."""
     ends = {"embed.weight": head.embed_tokens.weight, "head.weight": head.lm_head.weight}
-    check_description(head.config.decoder)
+    check_reference(head.config.decoder)
     spec = replace(spec_of(head.config.decoder, {**head.weights, **ends}, readers), max_positions=max_positions)
     check_spec(spec)
     return spec

@@ -79,7 +79,8 @@ class Slot:
     experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
         belongs to; None: it has rows of all.
     source: name of the weight that is stored for this one, too; None: its own.
-    order: moves the stored rows to their order here; None: they have it.
+    order: takes the weight's rows of the stored ones, in their order here; None: they are as stored.
+    stored: shape of the stored tensor; None: the weight's.
     """
 
     target: str
@@ -90,6 +91,7 @@ class Slot:
     expert: int | None = None
     source: str | None = None
     order: Callable[[Tensor], Tensor] | None = None
+    stored: tuple[int, ...] | None = None
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -214,12 +216,27 @@ def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slo
 
 
 def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
-    yield from _linear_slots("qkv", {"qkv": spec.width + spec.channels + spec.heads}, width, False, layer)
+    yield from _in_proj_slots(spec, width, layer)
     yield from _linear_slots("o", {"o": width}, spec.width, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer, spec.conv_bias)
     sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": spec.width}
     for name, size in sizes.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _in_proj_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
+    """Yield the slots of one stored matrix: gates of the output, channels and steps, in another order than here."""
+    inner, channels, whole = spec.width, spec.channels, (spec.width + spec.channels + spec.heads, width)
+
+    def rows(target: str, chosen: slice, first: int, total: int) -> Slot:
+        shape, source = (chosen.stop - chosen.start, width), f"{layer}in_proj.weight"
+        return Slot(
+            f"{layer}{target}.weight", shape, first, total, source=source, order=lambda x: x[chosen], stored=whole
+        )
+
+    yield f"{layer}in_qkv.weight", rows("qkv", slice(inner, inner + channels), 0, inner + channels)
+    yield f"{layer}out_gate.weight", rows("qkv", slice(0, inner), channels, inner + channels)
+    yield f"{layer}step.weight", rows("step", slice(inner + channels, whole[0]), 0, spec.heads)
 
 
 def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
@@ -401,14 +418,16 @@ class Placement:
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
         turned = destination.mT if self.transposed else destination
+        if self.slot.order is not None:
+            whole = torch.empty(self.stored.shape, dtype=turned.dtype, device=turned.device)
+            self.stored.unpack_into(whole)
+            turned.copy_(self.slot.order(whole))
+            return None
         turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
-        if not self.interleaved and self.slot.order is None:
+        if not self.interleaved:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
         self.stored.unpack_into(stored)
-        if self.slot.order is not None:
-            turned.copy_(self.slot.order(stored))
-            return None
         outputs = -1 if self.slot.target.endswith(".bias") or self.transposed else -2
         alternating = stored.unflatten(outputs, (-1, 2)).transpose(outputs - 1, outputs)  # type: ignore[no-untyped-call]
         turned.copy_(alternating.flatten(outputs - 1, outputs))
@@ -501,7 +520,8 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
 def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
-    wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
+    shape = slot.stored or slot.shape
+    wanted = (*shape[:-2], *shape[:-3:-1]) if transposed else shape
     if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
     plus_one = suffix == "weight" and part in names.plus_one

@@ -15,6 +15,7 @@ from paceline.models.families import (
     afmoe,
     apertus,
     arcee,
+    bamba,
     cohere,
     cohere2,
     cwm,
@@ -94,7 +95,7 @@ _MODULES = (
     *(mixtral, qwen2_moe, qwen3_moe, mellum, olmoe, flex_olmo, granitemoe, granitemoe_swa, gpt_oss),
     *(qwen3_5_moe, qwen3_next),
     *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
-    *(granitemoehybrid, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, lfm2, lfm2_moe),
     *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 

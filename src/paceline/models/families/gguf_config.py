@@ -311,6 +311,8 @@ def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> Packe
         return dataclasses.replace(stored, shape=(1, *stored.shape))  # llama.cpp drops dimensions of one
     if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(stored.shape) == 2:
         return dataclasses.replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
+    if name.endswith(".ssm_norm.weight") and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0] * stored.shape[1],))  # a line for each group
     part = next((part for part in heads if f".{part}." in name), None)
     if part is None:
         return stored

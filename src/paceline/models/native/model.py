@@ -29,7 +29,7 @@ from paceline.models.native.low_rank import LowRank
 from paceline.models.native.matrices import Outcome, unread_spec
 from paceline.models.native.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import check_description, check_spec
+from paceline.models.native.spec import check_reference, check_spec
 
 log = logging.getLogger("paceline")
 
@@ -100,7 +100,7 @@ class NativeModel:
         tell: called after each matrix with the share of them that is packed.
         Raises ModelFormatError if the kernels cannot run the model, or for numbers that are not finite.
         """
-        check_description(checkpoint.spec)
+        check_reference(checkpoint.spec)
         outcome = Outcome(tell)
         spec = unread_spec(checkpoint, dtype, outcome)
         model = cls(spec, checkpoint.name, quantization=quantization, threads=threads)
