@@ -249,20 +249,22 @@ class Engine:
 
     @ignore_torch_context
     @torch.inference_mode()
-    def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
+    def capture_ahead(
+        self, seconds: float, progress: ahead.Progress = iter, rows: int | None = None
+    ) -> ahead.Ahead | None:
         """Capture the rounds that requests will need, the likeliest first; only while the engine is idle.
 
         It stops after about ``seconds``, or when memory runs short. Other rounds are captured when they are first
         needed.
         Returns None if this engine captures no rounds.
 
-        progress: may wrap the list of programs in a progress bar.
+        progress: may wrap the list of programs in a progress bar. rows: the most that will decode at once; None: all.
         """
         assert not self.busy, "requests would wait for captures"
         if self._graph is None:
             return None
         with self._own_threads():
-            return self._graph.capture_ahead(seconds, progress)
+            return self._graph.capture_ahead(seconds, progress, rows)
 
     @property
     def busy(self) -> bool:

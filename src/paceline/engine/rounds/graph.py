@@ -62,9 +62,10 @@ class GraphPlace:
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
 
-    def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
+    def capture_ahead(self, seconds: float, progress: Progress = iter, rows: int | None = None) -> Ahead | None:
         """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
-        return self.program.capture_ahead(partial(likely_lengths, self._parts.policy), seconds, progress)
+        lengths = partial(likely_lengths, self._parts.policy)
+        return self.program.capture_ahead(lengths, seconds, progress, rows)
 
     def needs_torch(self, batch: Batch) -> bool:
         return True
