@@ -339,6 +339,54 @@ def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() 
             assert answer.token_ids == full or index in dropped
 
 
+def test_rows_join_and_leave_without_a_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No count of a draft cache's missing tokens is read, and no copy to the device blocks."""
+    blocking: list[object] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "copy_" and not (len(args) > 2 and args[2]):
+                blocking.append((kwargs or {}).get("non_blocking", False) or args[1].shape)
+            return func(*args, **(kwargs or {}))
+
+    def under(name: str) -> None:
+        change = getattr(Batch, name)
+
+        def watched(*given: Any) -> None:
+            with Copies():
+                change(*given)
+
+        monkeypatch.setattr(Batch, name, watched)
+
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=7)
+    for name in ("set_row", "set_live", "free_slot"):
+        under(name)
+    monkeypatch.setattr(DraftDecoder, "missing_tokens", lambda *_: pytest.fail("the host reads the device"))
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+    assert [each for each in blocking if each is not True] == []
+
+
+def test_prompts_in_scattered_slots_are_one_pass_of_ragged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, passes in (("ragged", 1), ("padded", 3)):
+        decoder = Decoder(ToyModel(), ReferenceAttention(), 8, POSITIONS, VOCAB)
+        expected = Decoder(ToyModel(), ReferenceAttention(), 8, POSITIONS, VOCAB)
+        monkeypatch.setattr(decoder.passes._backend, "name", name)  # type: ignore[attr-defined]
+        batch, slots, sizes = new_batch(8, POSITIONS, VOCAB), (1, 2, 5, 7), (9, 17, 5, 30)
+        for slot, prompt in zip(slots, (PROMPTS[1], PROMPTS[3], PROMPTS[4], PROMPTS[6]), strict=True):
+            batch.set_row(slot, RowStart(prompt, SamplingParams(), 0))
+            expected.prefill(batch, [slot], [0], [len(prompt)])
+        forward, counted = decoder.passes.forward, []
+        monkeypatch.setattr(
+            decoder.passes, "forward", lambda *a, f=forward, c=counted, **k: (c.append(a), f(*a, **k))[1]
+        )
+        decoder.prefill(batch, slots, [0] * 4, sizes)
+        assert len(counted) == passes
+        for slot, size in zip(slots, sizes, strict=True):
+            for held, wanted in zip(decoder.cache.tables, expected.cache.tables, strict=True):
+                assert torch.equal(held[:, slot, :, :size], wanted[:, slot, :, :size])
+
+
 def test_the_host_is_one_round_behind() -> None:
     engine = engine_on("device")
     output = engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0)))

@@ -21,6 +21,7 @@ from paceline.core.nodes import Tree
 from paceline.core.ops import HostOps
 from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
 from paceline.core.slots import Slots
+from paceline.core.uploads import store
 from paceline.core.values import Accepted, TextRows
 
 
@@ -284,9 +285,10 @@ class Batch:
         limit = min(size + start.params.max_tokens, self.positions)
         most = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self._host_rows[slot] = _HostRow(size, limit, most, start.deadline, start.sample)
-        self.text[slot, :size] = torch.tensor(start.tokens, dtype=torch.int64)
-        self.length[slot], self.limit[slot] = size, limit
-        self.stops[slot] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
+        store(self.text[slot, :size], start.tokens)
+        self.length[slot].fill_(size)
+        self.limit[slot].fill_(limit)
+        store(self.stops[slot], (*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
         self.sampling.set(slot, start.params, start.seed, size, start.stop_tokens, start.constraint)
 
     def length_of(self, slot: int) -> int:
@@ -295,12 +297,13 @@ class Batch:
 
     def free_slot(self, slot: int, cached_tokens: int) -> None:
         """Mark a slot as free. Its caches keep the first ``cached_tokens`` tokens; rounds write after them."""
-        self.length[slot] = self._host_rows[slot].length = cached_tokens + 1
+        self._host_rows[slot].length = cached_tokens + 1
+        self.length[slot].fill_(cached_tokens + 1)
 
     def set_live(self, slots: Sequence[int]) -> None:
         """Set the slots whose sequences decode, in ascending order."""
         idle = sorted(set(range(self.capacity)).difference(slots))
-        self.slot_order.copy_(torch.tensor([*slots, *idle]))
+        store(self.slot_order, [*slots, *idle])
         self.live.fill_(len(slots))
         self._list_rows(slots)
 
@@ -401,7 +404,9 @@ class Batch:
         """
         if rows is None:
             return RowState(self.text, self._tables, self.live_slots, self.live)
-        return RowState(self.text, self._tables, Slots(self.slot_order[:rows]), self.live, may_sync=False)
+        return RowState(
+            self.text, self._tables, Slots(self.slot_order[:rows], live=self.live), self.live, may_sync=False
+        )
 
     @property
     def _tables(self) -> RowValues:

@@ -15,15 +15,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
-from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
+from paceline.core.hardware import Stopwatch, ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
-from paceline.engine.chunks import PrefillChunker
+from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
 from paceline.engine.request import Intake, Request
@@ -50,6 +50,8 @@ from paceline.models.decoding.decoder import Decoder
 from paceline.models.files.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
+
+_POLL = 0.001  # seconds between two looks at whether a measured pass has ended
 
 AnyPolicy = TypeVar("AnyPolicy", bound=LengthPolicy)
 
@@ -97,6 +99,8 @@ class Engine:
         self._graph = self._make_graph()
         choice = RoundChoice(self.parts, self._make_kernels(), self._graph)
         self.rounds = RoundLoop(self.parts, self.scheduler, choice)
+        if models.target.device.type == "cuda" and config.longest_pause is not None:
+            self.measure_prefill()
 
     def _new_batch(self) -> Batch:
         target = self.models.target
@@ -170,6 +174,26 @@ class Engine:
         with self._own_threads():
             return self._calibration(grid).run(progress)
 
+    @ignore_torch_context
+    @torch.inference_mode()
+    def measure_prefill(self) -> None:
+        """Time a chunk of a prompt, by which the first chunks are sized; only while the engine is idle.
+
+        A GPU reads a chunk in milliseconds, of which an assumed time per token would make many small ones.
+        """
+        target, size = self.parts.target, min(self.config.prefill_chunk, self.max_model_len - 1)
+        self.slots.forget()
+        self.batch.set_row(0, RowStart([0] * size, SamplingParams(), 0))
+        target.prefill(self.batch, [0], [0], [size])  # compiles kernels
+        timer = Stopwatch(target.model.device)
+        target.prefill(self.batch, [0], [0], [size])
+        timer.stop()
+        while (seconds := timer.seconds()) is None:
+            time.sleep(_POLL)
+        self.chunks.speed.learn([PromptSlice(0, 0, size)], seconds)
+        target.cut_row(0, 0)
+        self.batch.free_slot(0, 0)
+
     def _calibration(self, grid: Grid) -> Calibration:
         parts = self.parts
         natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
@@ -232,20 +256,22 @@ class Engine:
 
     @ignore_torch_context
     @torch.inference_mode()
-    def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
+    def capture_ahead(
+        self, seconds: float, progress: ahead.Progress = iter, rows: int | None = None
+    ) -> ahead.Ahead | None:
         """Capture the rounds that requests will need, the likeliest first; only while the engine is idle.
 
         It stops after about ``seconds``, or when memory runs short. Other rounds are captured when they are first
         needed.
         Returns None if this engine captures no rounds.
 
-        progress: may wrap the list of programs in a progress bar.
+        progress: may wrap the list of programs in a progress bar. rows: the most that will decode at once; None: all.
         """
         assert not self.busy, "requests would wait for captures"
         if self._graph is None:
             return None
         with self._own_threads():
-            return self._graph.capture_ahead(seconds, progress)
+            return self._graph.capture_ahead(seconds, progress, rows)
 
     @property
     def busy(self) -> bool:

@@ -167,7 +167,7 @@ def attention() -> dict[str, Used]:
         constants = {
             "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
             "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
-            "HEAD_TILES": 1,
+            "HEAD_TILES": 1, "IDLE_ROWS": tree == "none",
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2
         key = f"attend {element} D={dim} tile={tile} tree={tree}"

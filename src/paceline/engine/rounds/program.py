@@ -37,7 +37,8 @@ from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# A step is at most half of the rows, from 8 rows on a quarter or 16: 33 rows as 64 took 1.35 times as long as 33
+ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
 # Tokens per row that the draft model's first pass reads beside n-gram drafts, whose tokens it has not read. So few take
 # a GPU as long as one.
 _FED_AFTER_COPIES = 8
@@ -179,7 +180,11 @@ class DeviceRound:
         return (self.bucket(batch.rows), k, span, batch.sampling.step_features) in self.graphs
 
     def capture_ahead(
-        self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
+        self,
+        lengths: Callable[[int], Sequence[int]],
+        seconds: float,
+        progress: Progress = iter,
+        rows: int | None = None,
     ) -> Ahead | None:
         """Capture the programs that ``likely`` lists until a limit is reached (``gpu.ahead``). None if nothing is.
 
@@ -187,12 +192,12 @@ class DeviceRound:
         """
         if not self.graphs.captures:
             return None
-        return capture_ahead(self.graphs, self.likely(lengths), seconds, progress)
+        return capture_ahead(self.graphs, self.likely(lengths, rows), seconds, progress)
 
-    def likely(self, lengths: Callable[[int], Sequence[int]]) -> Iterator[Named]:
+    def likely(self, lengths: Callable[[int], Sequence[int]], rows: int | None = None) -> Iterator[Named]:
         """Yield the programs that requests will need, the likeliest first.
 
-        lengths: returns the draft lengths for a number of rows, the likeliest first.
+        lengths: returns the draft lengths for a number of rows, the likeliest first. rows: the most; None: all.
 
         Short spans come before long ones, if attention depends on the span. For each span, rounds for temperature alone
         come first, then catch-up programs of the draft model. Rounds with cuts (top-p, top-k, min-p) come last; chats
@@ -202,31 +207,33 @@ class DeviceRound:
         changes with every request that comes or ends; other lengths occur mostly as rows end.
         """
         for span in self._spans():
-            yield from self._likely_rounds(lengths, span, NOTHING)
-            yield from self._likely_catch_ups(lengths, span)
-            yield from self._likely_rounds(lengths, span, StepFeatures(cuts=True))
+            buckets = self._buckets(self.capacity if rows is None else rows)
+            yield from self._likely_rounds(lengths, buckets, span, NOTHING)
+            yield from self._likely_catch_ups(lengths, buckets, span)
+            yield from self._likely_rounds(lengths, buckets, span, StepFeatures(cuts=True))
 
     def _likely_rounds(
-        self, lengths: Callable[[int], Sequence[int]], span: int, features: StepFeatures
+        self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int, features: StepFeatures
     ) -> Iterator[Named]:
-        buckets = self._buckets()
         ks = [dict.fromkeys(map(self._feasible_length, lengths(bucket))) for bucket in buckets]
         for ks_of_buckets in zip_longest(*ks):
             for bucket, k in zip(buckets, ks_of_buckets, strict=True):
                 if k is not None:
                     yield self._round(bucket, k, span, features)
 
-    def _likely_catch_ups(self, lengths: Callable[[int], Sequence[int]], span: int) -> Iterator[Named]:
+    def _likely_catch_ups(
+        self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int
+    ) -> Iterator[Named]:
         """Yield catch-up programs for the buckets whose likeliest round is plain, but which may draft later."""
         for width in MISSED if self.draft is not None else ():
-            for bucket in self._buckets():
+            for bucket in buckets:
                 first, *others = lengths(bucket)
                 if first == 0 and others:
                     yield self._catch_up_program(bucket, width, span)
 
-    def _buckets(self) -> list[int]:
-        """Return all buckets: one row first (an idle server), then all rows (full load), then the others."""
-        known = sorted({self.bucket(rows) for rows in (*ROW_BUCKETS, self.capacity)})
+    def _buckets(self, rows: int) -> list[int]:
+        """Return the buckets of up to ``rows`` rows: one row first (an idle server), then all, then the others."""
+        known = sorted({self.bucket(size) for size in (*ROW_BUCKETS, rows) if size <= rows})
         return list(dict.fromkeys((known[0], known[-1], *known)))
 
     def _span(self, longest: int) -> int:

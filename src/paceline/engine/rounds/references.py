@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.core.batch import Batch, ParallelSample, RequestGroup
+from paceline.core.uploads import store
 from paceline.kernels.gpu.graphs import Upload
 from paceline.kernels.gpu.lookup import SEPARATOR
 
@@ -35,7 +36,7 @@ class References:
     def _store(self, slot: int, group: RequestGroup | None) -> None:
         texts = () if group is None else group.references
         tokens = [token for text in texts for token in (*text, SEPARATOR)][: self.table.shape[1]]
-        self.table[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        store(self.table[slot, : len(tokens)], tokens)
         self._sizes[slot], self._groups[slot] = len(tokens), group
 
 

@@ -55,7 +55,7 @@ class NoOtherRanks:
         pass
 
 
-MOST_GRAPHS = 256  # more than `auto` needs: 7 buckets of rows x 9 lengths x two kinds of requests
+MOST_GRAPHS = 384  # more than `auto` needs: 18 buckets of rows x 9 lengths x two kinds of requests
 
 
 def recorded(graph: torch.cuda.CUDAGraph, pool: object) -> torch.cuda.graph:
