@@ -35,16 +35,17 @@ from paceline.server.http_heads import Tracing
 from paceline.server.messages.job import MessagesJob, count_tokens
 from paceline.server.messages.protocol import MessagesRequest, PromptRequest
 from paceline.server.messages.replies import MessageReply, TokenCount
-from paceline.server.metrics import Stats
+from paceline.server.metrics import LiveStats, Stats
 from paceline.server.models import Leases, ModelSource, ServedModels
 from paceline.server.ollama.routes import add_ollama
 from paceline.server.playground import add_playground
 from paceline.server.protocol import CompletionRequest, DetokenizeRequest
+from paceline.server.reference import add_reference
 from paceline.server.responses import replies as responses_replies
 from paceline.server.responses.job import ResponsesJob
 from paceline.server.responses.protocol import ResponsesRequest
 from paceline.server.security import Gate
-from paceline.server.streaming import EventStream
+from paceline.server.streaming import ENDING, EventStream, sampled
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def make_app(
     _add_operations(app, served)
     add_batches(app, context, runner)
     add_playground(app, config.playground)
+    add_reference(app)
     return app
 
 
@@ -312,6 +314,15 @@ def _add_operations(app: FastAPI, served: ServedModels) -> None:
     async def stats() -> Response:
         """Current figures for people and dashboards, of all models that are loaded."""
         return document(served.stats())
+
+    @app.get("/stats/stream", include_in_schema=False)
+    async def live_stats(request: Request) -> Response:
+        """The same with the state of /health, as server-sent events, four a second."""
+
+        async def look() -> bytes:
+            return written(LiveStats(status=first.service.health, stats=served.stats()))
+
+        return EventStream(sampled(look, request.scope.get(ENDING)), first.meter, done=b"")
 
 
 def _paths(app: FastAPI) -> str:

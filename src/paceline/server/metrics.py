@@ -71,6 +71,13 @@ class Stats(BaseModel):
     rounds: int
 
 
+class LiveStats(BaseModel):
+    """An event of ``/stats/stream``. status: as in ``/health``."""
+
+    status: str
+    stats: Stats
+
+
 @dataclass
 class TokenTimes:
     """Delivered tokens of each answer of a request, and the time of the last delivery in seconds."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.config import ServerConfig
 from paceline.server import errors, logs
@@ -24,6 +24,7 @@ from paceline.server.ending import watch_signals
 from paceline.server.models import ModelSource
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
+from paceline.server.streaming import ENDING
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -42,9 +43,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, give_up: Callable[[errors.ApiError], None]) -> None:
+        self._ending = asyncio.Event()
         super().__init__(
             uvicorn.Config(
-                with_connections(app),
+                self._told(with_connections(app)),
                 loop="asyncio",  # the only tested loop; connections.py relies on it
                 http=cast(Any, partial(Connection, ConnectionTable(config))),
                 ws="none",
@@ -58,6 +60,15 @@ class Server(uvicorn.Server):
             )
         )
         self._give_up, self._settings = give_up, config
+
+    def _told(self, app: ASGIApp) -> ASGIApp:
+        """Return the application, whose requests can see that the server ends."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[ENDING] = self._ending
+            await app(scope, receive, send)
+
+        return serve
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on ``sockets``, or on the configured address. Raises ParameterError."""
@@ -75,6 +86,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending.set()
         gone = errors.unavailable("the server is shutting down", "shutting_down")
         limit = self._settings.shutdown_timeout
         asyncio.get_running_loop().call_later(limit, self._give_up, gone)

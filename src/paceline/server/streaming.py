@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,8 @@ from paceline.server.metrics import Meter
 log = logging.getLogger("paceline.server")
 DONE = b"data: [DONE]\n\n"
 _UNNAMED = ("/v1/completions", "/v1/chat/completions")  # paths whose events have no names
+ENDING = "paceline.ending"  # in the scope of a request: an event that is set when the server begins to end
+SAMPLE_SECONDS = 0.25
 Events = AsyncGenerator[bytes, None]
 
 
@@ -28,6 +31,17 @@ def last_events(error: errors.ApiError, path: str) -> bytes:
     if path.startswith(OLLAMA):
         return body + b"\n"
     return event(body) + DONE if path.startswith(_UNNAMED) else named_event("error", body)
+
+
+async def sampled(look: Callable[[], Awaitable[bytes]], ending: asyncio.Event | None) -> Events:
+    """Yield a document as a server-sent event at every ``SAMPLE_SECONDS``, until the server ends.
+
+    ending: set when it does; None: the stream ends with its client.
+    """
+    while ending is None or not ending.is_set():
+        yield event(await look())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait() if ending is None else ending.wait(), SAMPLE_SECONDS)
 
 
 class EventStream(Response):
