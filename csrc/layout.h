@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "6efd111e98d84b21";
+constexpr const char* kInterface = "cd6ef4d131b1b612";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -26,13 +26,13 @@ constexpr int32_t kLayout[] = {
   offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, changes),
   offsetof(Layer, cosine), offsetof(Layer, dim), offsetof(Layer, down), offsetof(Layer, experts),
   offsetof(Layer, gate_up), offsetof(Layer, gated), offsetof(Layer, heads), offsetof(Layer, input),
-  offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads), offsetof(Layer, mlp_out_norm),
-  offsetof(Layer, norm_all), offsetof(Layer, place), offsetof(Layer, post_norm), offsetof(Layer, q_norm),
-  offsetof(Layer, qkv), offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half),
-  offsetof(Layer, scale), offsetof(Layer, scale_out), offsetof(Layer, sine), offsetof(Layer, sinks),
-  offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion),
-  offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm), offsetof(Fusion, joint_norm),
-  offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
+  offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads), offsetof(Layer, looks_ahead),
+  offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_all), offsetof(Layer, place), offsetof(Layer, post_norm),
+  offsetof(Layer, q_norm), offsetof(Layer, qkv), offsetof(Layer, reads_only), offsetof(Layer, recurrent),
+  offsetof(Layer, rotary_half), offsetof(Layer, scale), offsetof(Layer, scale_out), offsetof(Layer, sine),
+  offsetof(Layer, sinks), offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion),
+  offsetof(Fusion, block), offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm),
+  offsetof(Fusion, joint_norm), offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
   offsetof(Fusion, normed_state), offsetof(Fusion, tap_count), offsetof(Fusion, tap_norms),
   offsetof(Fusion, target_width), offsetof(Fusion, targets), offsetof(Fusion, vocabulary), sizeof(RecurrentShape),
   offsetof(RecurrentShape, channels), offsetof(RecurrentShape, gates), offsetof(RecurrentShape, key_dim),
@@ -52,9 +52,9 @@ constexpr int32_t kLayout[] = {
   offsetof(Cache, count), offsetof(Cache, inputs), offsetof(Cache, rows), offsetof(Cache, state),
   offsetof(Cache, table_count), offsetof(Cache, tables), offsetof(Cache, tail), offsetof(Cache, window), sizeof(Path),
   offsetof(Path, from), offsetof(Path, last), offsetof(Path, slots), sizeof(Attention), offsetof(Attention, bf16),
-  offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, epsilon), offsetof(Attention, gates),
-  offsetof(Attention, head_stride), offsetof(Attention, heads), offsetof(Attention, k_norm), offsetof(Attention, keys),
-  offsetof(Attention, kv_heads), offsetof(Attention, norm_all), offsetof(Attention, out),
+  offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, ends), offsetof(Attention, epsilon),
+  offsetof(Attention, gates), offsetof(Attention, head_stride), offsetof(Attention, heads), offsetof(Attention, k_norm),
+  offsetof(Attention, keys), offsetof(Attention, kv_heads), offsetof(Attention, norm_all), offsetof(Attention, out),
   offsetof(Attention, out_stride), offsetof(Attention, paths), offsetof(Attention, position_stride),
   offsetof(Attention, positions), offsetof(Attention, q_norm), offsetof(Attention, qkv),
   offsetof(Attention, qkv_stride), offsetof(Attention, row_stride), offsetof(Attention, scale),

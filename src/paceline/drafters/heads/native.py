@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.batch import Batch
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
@@ -92,8 +93,8 @@ def obstacle_of_head(config: HeadConfig) -> str | None:
     """Return why the kernels cannot run heads of this configuration; None if they can."""
     if config.kind in ("hidden_transfer", "chimera"):
         return "hidden transfer and Chimera heads run in torch only"
-    if config.block is not None:
-        return "block drafters run in torch only"
+    if config.block is not None and config.block.conv_kernel:
+        return "the convolutions of DFlash2 run in torch only"
     return obstacle_of(config.decoder)
 
 
@@ -102,23 +103,25 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if obstacle := obstacle_of_head(config):
         raise ModelFormatError(obstacle)
-    assert isinstance(head, FeatureHead | MtpHead)
-    first = shape.layers[0].attention
+    assert isinstance(head, FeatureHead | MtpHead | BlockHead)
+    first, block = shape.layers[0].attention, config.block
     assert first.rotary is not None
-    order = head.targets.argsort()  # ties are broken by token id, which must be the target's
+    # Ties are broken by token id, which must be the target's. A block drafter's tokens are drawn elsewhere.
+    order = head.targets.argsort() if block is None else torch.arange(len(head.targets))
     spec = NativeSpec(
         width=shape.width,
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
         vocab_size=config.draft_vocab_size,
-        max_positions=max_positions,
+        max_positions=max_positions + (0 if block is None else block.size),
         rotary=first.rotary,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
         layers=[_layer_of(config, index, state) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
         epsilon=shape.norm.eps,
+        embed_scale=1.0 if block is None else block.embedding_scale,
         fusion=_fusion_of(head, head.targets[order], state),
     )
     check_spec(spec)
@@ -127,9 +130,10 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
 
 def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> LayerWeights:
     name, attention = f"layers.{index}", config.decoder.layers[index].attention
+    joined = index == 0 and not config.own and config.block is None
     qkv = _linear(state, *(f"{name}.self_attn.{part}_proj" for part in "qkv"))
     return LayerWeights(
-        qkv=gate_last(_halves_padded(qkv) if index == 0 and not config.own else qkv, attention),
+        qkv=gate_last(_halves_padded(qkv) if joined else qkv, attention),
         gated=attention.gated,
         attention_out=_linear(state, f"{name}.self_attn.o_proj"),
         gate_up=_linear(state, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
@@ -139,16 +143,18 @@ def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> La
         q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
         k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
         window=attention.window,
+        looks_ahead=config.block is not None and not config.block.is_causal(attention.window),
     )
 
 
-def _fusion_of(head: FeatureHead | MtpHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
+def _fusion_of(head: FeatureHead | MtpHead | BlockHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
     """targets: ascending, as the output head's rows are ordered."""
     config, fuse, own = head.config, _linear(state, "fc"), isinstance(head, MtpHead)
+    hidden_norm = "pre_fc_norm_hidden" if own else "hidden_norm" if config.block else "layers.0.hidden_norm"
     norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
     return FusionWeights(
         fuse=_halves_padded(fuse) if own else fuse,
-        hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
+        hidden_norm=state[f"{hidden_norm}.weight"],
         embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
         targets=targets,
         vocabulary=config.decoder.vocab_size,
@@ -156,7 +162,8 @@ def _fusion_of(head: FeatureHead | MtpHead, targets: Tensor, state: Mapping[str,
         target_width=config.target_width,
         tap_norms=None if norms is None else torch.stack(norms),
         joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-        mask=None if isinstance(head, MtpHead) else head.mask(),
+        mask=head.mask() if isinstance(head, FeatureHead) else None,
+        block=config.block is not None,
         mask_token=config.mask_token or 0,
         normed_residual=config.norm_before_residual,
         normed_state=config.norm_output,
