@@ -25,7 +25,7 @@ from paceline.models.files.safetensors import PICKLES, stored_tensors
 
 _Names = Mapping[str, str]  # beginnings of tensors' names in a file, and what stands for them in the state dict
 
-_FLAT_LAYER = "midlayer."
+_HEAD_NAMES: _Names = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 _BLOCK_NAMES: _Names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "logit_head.": ""}
 _MASK_FILE = "mask_embedding.pt"  # a mask's embedding in place of the target's, which some drafters have
 _EMBEDDING = "embed_tokens.weight"
@@ -63,8 +63,7 @@ def _read_config(path: Path, vocab_size: int | None) -> tuple[HeadConfig, _Names
     layout = block_layout_of(fields)
     if layout is not None:
         return read_block(fields, layout, vocab_size), _BLOCK_NAMES
-    config, other = HeadConfig.read(fields)
-    return config, {_FLAT_LAYER: "layers.0."} if other == "flat" else {}
+    return HeadConfig.read(fields)[0], _HEAD_NAMES
 
 
 @reads_model

@@ -25,7 +25,7 @@ Layout = Literal["speculators", "flat"]
 _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
 _OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
-_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last two are paceline's own
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",
