@@ -998,7 +998,7 @@ class FusePass {
       float* fused = out_ + static_cast<size_t>(i) * width;
       std::memcpy(own, fused, sizeof(float) * width);
       std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(m_.padded_width) - width));
-      m_.kernels.rms_norm(own, after, m_.padded_width, own);
+      m_.kernels.apply_norm(own, after, m_.padded_width, own);
       std::memcpy(fused, own, sizeof(float) * width);
     }
   }
