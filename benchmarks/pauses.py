@@ -48,7 +48,7 @@ class Run:
 
 def warm_up(run: Run) -> None:
     """Warm up as the server does: a row's first token touches all of the row's memory, which takes 0.2 s here."""
-    for _ in range(run.engine.config.max_batch_size):
+    for _ in range(run.engine.config.rows):
         run.add(2, 2, "warm-up")
     while run.engine.busy:
         run.engine.step()

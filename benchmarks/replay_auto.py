@@ -25,7 +25,7 @@ import torch
 
 from paceline.config import SamplingParams
 from paceline.drafters.lookup import SearchedRows, make_lookup
-from paceline.drafters.ngram import _CONFIDENCE
+from paceline.drafters.ngram import CONFIDENCE
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.cost import CostModel, CostTable, interpolate
 from paceline.lengths.scores import LONGEST_AUTO
@@ -71,7 +71,7 @@ class Text:
             found = make_lookup([]).find(SearchedRows(text, torch.tensor([length]), [0]), LONGEST_AUTO)
             follow = [*self.answer[place:], *[-1] * LONGEST_AUTO]
             right = [token == true for token, true in zip(found.draft_tokens[0], follow, strict=False)]
-            self._drafts[place] = list(zip(_CONFIDENCE[found.matched[0]], right, strict=False))
+            self._drafts[place] = list(zip(CONFIDENCE[found.matched[0]], right, strict=False))
         return self._drafts[place]
 
 

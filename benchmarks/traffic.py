@@ -25,7 +25,7 @@ from paceline.cli.console import Sheet, bars, latency_table, note, stderr
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.flags import with_flags
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, check_draft_tokens
-from paceline.config import Length, SamplingParams
+from paceline.config import EngineConfig, Length, SamplingParams
 from paceline.core.outputs import Latency, Metrics
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
@@ -272,7 +272,7 @@ def main(
     """Serve the same arriving requests with every length policy. The last line is one JSON document."""
     plot, chosen = checked_plot(output), words("--traces", traces, TRACES)
     check_intervals(interval, cv)
-    load = Load(requests, interval, cv, max_tokens, engine.max_batch_size)
+    load = Load(requests, interval, cv, max_tokens, engine.max_batch_size or EngineConfig.DEFAULT_ROWS)
     llm = replace(engine, prefix_cache=False).load(model)
     check_draft_tokens(llm, engine.drafter)
     prompts = [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]

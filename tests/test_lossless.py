@@ -20,6 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from block_support import tiny_block, tiny_native_block
 from covering import in_turn, pairwise
 from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
@@ -149,16 +150,26 @@ PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
 IN_TORCH: dict[str, Callable[[AnyModel, int], HeadModel]] = {
     "transfer": tiny_transfer_head,
     "chimera": tiny_chimera_head,
+    "dflash": functools.partial(tiny_block, reduced=True),
+    "dspark": functools.partial(tiny_block, kind="dspark"),
+    "dflash2": functools.partial(tiny_block, kind="dflash2"),
 }
-WIDTHS = {"toy": 8, "flat": 8, "llama": 32}
+BLOCKS = ["dflash", "dspark", "dflash2"]
+ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside targets on the CPU kernels
+    "dflash": functools.partial(tiny_native_block, reduced=True),
+    "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
+}
+WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
-    return IN_TORCH[kind](TARGETS[model](), WIDTHS[model])
+    if kind in ON_KERNELS and model in ("native", "experts", "lfm2"):
+        return ON_KERNELS[kind](MODELS[model](), WIDTHS[model])
+    return IN_TORCH[kind](MODELS[model](), WIDTHS[model])
 
 
 TORCH_HEADS: dict[str, dict[str, Callable[[], HeadModel]]] = {
-    kind: {model: functools.partial(torch_head, kind, model) for model in TARGETS} for kind in IN_TORCH
+    kind: {model: functools.partial(torch_head, kind, model) for model in WIDTHS} for kind in IN_TORCH
 }
 DRAFTERS += ["head", "head hybrid", "parallel", *IN_TORCH]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
@@ -300,7 +311,7 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
     named = (same | others).get(drafter)
     documents = [[*PROMPTS[3], *plain(model, family)[3][0]], [5], []] if drafter == "documents" else []
-    if drafter.endswith("hybrid"):
+    if drafter.endswith("hybrid") and options.get("rounds") != "device":  # where it searches the rows' own texts
         documents = nearly_the_answers(model, family)
     policies: dict[str, Callable[[], LengthPolicy]] = {
         "random": lambda: RandomLength(seed=len(drafter)),
@@ -367,17 +378,25 @@ def test_restricted_rows_in_one_batch_equal_a_sampler_in_plain_python(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("kind", "drafter", "width"),
-    pairwise({"kind": ["feature", "parallel", *IN_TORCH], "drafter": ["feature", "hybrid"], "width": [1, 3]}),
+    ("kind", "drafter", "width", "model"),
+    pairwise(
+        {
+            "kind": ["feature", "parallel", *IN_TORCH],
+            "drafter": ["feature", "hybrid"],
+            "width": [1, 3],
+            "model": ["native", "experts", "lfm2"],
+        },
+        {("model", model): {"kind": BLOCKS} for model in ("experts", "lfm2")},
+    ),
 )
-def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
-    target = tiny_native(1)
-    documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
+def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int, model: str) -> None:
+    target = MODELS[model]()
+    documents = nearly_the_answers(model, "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
-    engine = make_engine(target, make(target, 72), eos=EOS, **options)
+    engine = make_engine(target, make(target, WIDTHS[model]), eos=EOS, **options)
     engine.use_policy(RandomLength(seed=4))
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
+    assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
 
@@ -488,17 +507,18 @@ OTHER_LAYERS = ["model", "ngram", "documents", "sometimes", "ragged", "hybrid", 
 DRAFTERS_OF = {
     **dict.fromkeys(("toy", "flat", "llama"), DRAFTERS),
     "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
-    "toy on the device": ["model", "self", "ngram", "head", "none"],
+    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", "none"],
     "llama, split": ["model", "ragged", "head hybrid"],
-    "native": [*(each for each in DRAFTERS if each not in IN_TORCH), "parallel hybrid"],
+    "native": [*(each for each in DRAFTERS if each not in IN_TORCH), *ON_KERNELS, "parallel hybrid"],
     "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
-    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
+    **dict.fromkeys(("recurrent", "gemma4 experts"), OTHER_LAYERS),
+    "lfm2": [*OTHER_LAYERS, "dspark"],
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
-    "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
+    "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head", "dflash"],
     "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
-    **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
-    "delta nets on the device": ["model", "ngram", "head", "none"],
+    **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
+    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
 }
 BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
 DRAFTERS_FOR = {
@@ -630,7 +650,7 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
 
 LEAVING = {
     "toy": [each for each in DRAFTERS if each not in ("never", "always", "sometimes", "short")],
-    "toy on the device": ["model", "self", "head", "ngram", "none"],
+    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "none"],
     "flat": ["model", "documents", "hybrid", "head"],
     "native": ["self", "ngram", "documents", "model", "hybrid", "head", "head hybrid", "parallel", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2"), ("model", "ngram", "head")),
@@ -1016,12 +1036,12 @@ BRANCHING_OF = {
     "toy on the device": ["model", "self", "head"],
     "llama": ["documents", "model", "hybrid", "head", "parallel", *IN_TORCH],
     "llama, split": ["model", "head hybrid"],
-    "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"],
+    "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid", *ON_KERNELS],
     "native by the host": ["head", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
     **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
-    "mamba2": ["hybrid"],
+    "mamba2": ["hybrid", "dflash2"],
     "delta nets in torch": ["documents"],
     "delta nets on the device": ["model"],
 }
@@ -1037,7 +1057,7 @@ ONLY_TREES: dict[tuple[str, Any], dict[str, Collection[Any]]] = {
     **{("place", place): {"drafter": drafters} for place, drafters in BRANCHING_OF.items()},
     **{("length", length): {"drafter": HYBRIDS} for length in ("hybrid", "sources")},
     ("length", 1): {"drafter": BY_BATCH},
-    ("length", "stops"): {"drafter": ["model", "head", "head hybrid", "parallel"]},
+    ("length", "stops"): {"drafter": ["model", "head", "head hybrid", "parallel", "dspark"]},
     ("length", "budget"): {"drafter": ["documents", "model", "hybrid", "head"]},
     **{("drafter", drafter): {"length": [4, "random", "sources"]} for drafter in ("assistant", "assistant hybrid")},
     ("width", "auto"): {"place": ["native"], "length": [4]},
@@ -1280,6 +1300,7 @@ FAST_CASES = [
     *(("model", "rejection", 2, knobs) for knobs in SMALL_PARAMS),
     ("hybrid", "rejection", 2, "temperature only"),
     ("parallel", "rejection", 2, "every knob"),
+    ("dspark", "rejection", 2, "every knob"),
     ("independent draft", "rejection", 2, "temperature only"),
 ]
 MORE_CASES = [
@@ -1294,6 +1315,7 @@ MORE_CASES = [
     ("parallel", "rejection", 2),
     ("transfer", "rejection", 2),
     ("chimera", "rejection", 2),
+    *((kind, "rejection", 2) for kind in BLOCKS),
     ("independent draft", "rejection", 2),
 ]
 SLOW_CASES = [
@@ -1409,10 +1431,13 @@ def test_many_requests_with_own_seeds_follow_the_exact_distribution() -> None:
     assert chisquare([found[c] for c in cells], [distribution[c] * SAMPLES for c in cells]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("rule", [SLOW_COUPLED, "rejection"])
-def test_device_rounds_keep_the_distribution(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [pytest.param("coupled", "model", marks=pytest.mark.slow), ("rejection", "model"), ("rejection", "hybrid")],
+)
+def test_device_rounds_keep_the_distribution(rule: str, drafter: str) -> None:
     engine = make_engine(
-        SMALL_TARGET(), SMALL_DRAFT(), drafter="model", acceptance=rule, num_speculative_tokens=2, rounds="device",
+        SMALL_TARGET(), SMALL_DRAFT(), drafter=drafter, acceptance=rule, num_speculative_tokens=2, rounds="device",
         attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3

@@ -26,6 +26,7 @@ from paceline.core.rows import Constraint
 from paceline.core.sampling import noise_key, sequence_seed, uniform
 from paceline.core.values import Purpose
 from paceline.drafters import Drafter
+from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.rounds.kernels import KernelsPlace
 from paceline.kernels.attention.base import Attend
@@ -532,9 +533,11 @@ class RandomLength(LengthPolicy):
 
     def __init__(self, seed: int = 0, longest: int = 6) -> None:
         self.rng, self.longest = random.Random(seed), longest
+        self._of_matches = random.Random(seed)
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        return SpeculationPlan(self.rng.randint(0, self.longest))
+        matches = [self._of_matches.randint(1, LONGEST_SUFFIX + 1) for _ in range(batch.rows)]  # for drafts on a device
+        return SpeculationPlan(self.rng.randint(0, self.longest), least_matches=matches)
 
 
 class RandomCaps(RandomLength):

@@ -70,29 +70,12 @@ NOTHING_DRAFTED = [
     ("bench offline --prompts edits -k 0 --references", "--references"),
     ("bench offline --prompts edits --drafter none --no-references", "--references"),
 ]
-ON_CUDA = [
-    ("bench offline --lengths 1,2", "--lengths"),
-    ("bench offline --wrong-drafts", "--wrong-drafts"),
-    ("bench offline --prompts edits --references", "--references"),
-    ("verify", "--drafter"),
-]
 
 
 @pytest.mark.parametrize(("line", "named"), NOTHING_DRAFTED)
 def test_what_only_a_loaded_engine_cannot_use_is_refused_too(paceline: Any, tiny: str, line: str, named: str) -> None:
     result = paceline(*line.split(), tiny, "--batch-sizes", "1", "-q")
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith(f"error: {named}=")
-
-
-@pytest.mark.parametrize(("line", "named"), ON_CUDA)
-def test_where_the_default_drafter_is_none_that_counts_as_none(
-    paceline: Any, tiny: str, line: str, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The default is none on CUDA, where lookup would move rounds to the host."""
-    monkeypatch.setattr("paceline.engine.engine.lookup_is_free", lambda *_: False)
-    result = paceline(*line.split(), tiny, "-q")
-    assert result.exit_code == 2, result.output
     assert result.stderr.splitlines()[-1].startswith(f"error: {named}=")
 
 

@@ -19,9 +19,10 @@ from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.rows import NOTHING, StepFeatures
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.graph import likely_lengths
 from paceline.engine.rounds.program import MISSED, DeviceRound
+from paceline.engine.sharing import SharedEngine
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Program
@@ -272,3 +273,25 @@ def test_an_engine_without_captures_reports_none() -> None:
     graphs_of(engine).captures = False
     assert engine.capture_ahead(PLENTY) is None
     assert make_engine(ToyModel(), eos=EOS, rounds="host").capture_ahead(PLENTY) is None
+
+
+def test_a_call_of_an_llm_captures_the_rounds_that_it_will_need(machine: Machine) -> None:
+    """Up to its number of rows, and for a part of the time that it takes; the next call needs no more of them."""
+    engine = engine_on("device", num_speculative_tokens=2, max_batch_size=8)
+    shared = SharedEngine(engine)
+
+    def call(rows: int, tokens: int) -> set[int]:
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        with shared.call([Request(PROMPTS[1], params) for _ in range(rows)]) as begun:
+            found = {key[0] for key in graphs_of(engine).keys if isinstance(key[0], int)}  # type: ignore[index]
+            for _ in begun:
+                pass
+        return found
+
+    assert call(1, 500) == {1}
+    assert call(2, 9000) == call(2, 9000) == {1, 2}
+    before = machine.captures
+    assert before == 12  # three lengths, with and without cuts, in two calls of at most ten
+    call(2, 9000)
+    assert machine.captures == before
+    assert call(8, 9000) == {1, 2, 4, 8}

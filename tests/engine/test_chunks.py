@@ -19,7 +19,7 @@ from paceline.engine.chunks import PrefillChunker, PrefillSpeed, PromptSlice, Ro
 from paceline.engine.engine import Engine, Request
 from paceline.errors import ParameterError
 from paceline.models.decoding.decoder import Decoder
-from toy import FlatToy, ToyModel, make_engine, make_request, slow_answer
+from toy import FlatToy, ToyModel, answers, make_engine, make_request, run, slow_answer
 from toy_llm import toy_llm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -394,3 +394,16 @@ def test_of_equally_long_prompts_the_earliest_deadline_is_read_first() -> None:
         engine.step()
     begun = [output.outputs[0].metrics.first_token or 0.0 for output in outputs]
     assert begun[2] < min(begun[:2])
+
+
+def test_a_measured_chunk_sizes_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where 3 ms a token would read the first prompt in chunks of 25 to 160 tokens."""
+    engine = make_engine(ToyModel(), max_batch_size=2, longest_pause=0.1, prefill_chunk=64)
+    assert engine.chunks.speed.seconds_per_token(0) == 0.003
+    monkeypatch.setattr("paceline.core.hardware.Stopwatch.seconds", lambda _timer: 0.0064)
+    engine.measure_prefill()
+    assert engine.chunks.speed.seconds_per_token(0) == pytest.approx(0.0001)
+    monkeypatch.undo()
+    prompts, params = [[1, 2, 3], [4] * 70], [SamplingParams(temperature=0, max_tokens=8)] * 2
+    plain = make_engine(ToyModel(), max_batch_size=1)
+    assert answers(run(engine, prompts, params)) == answers(run(plain, prompts, params))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ from batches import new_batch
 from covering import in_pairs
 from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
-from paceline.core.batch import Batch, RowStart, SpeculationPlan
+from paceline.core.batch import Batch, ParallelSample, RequestGroup, RowStart, SpeculationPlan
 from paceline.core.draft import Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
@@ -31,13 +31,14 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.values import DeviceAcceptance
-from paceline.drafters.lookup import LONGEST_SUFFIX, HostLookup, SearchedRows
+from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.references import References
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload
-from paceline.kernels.gpu.lookup import copied
+from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload, recorded
+from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
@@ -338,6 +339,54 @@ def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() 
             assert answer.token_ids == full or index in dropped
 
 
+def test_rows_join_and_leave_without_a_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No count of a draft cache's missing tokens is read, and no copy to the device blocks."""
+    blocking: list[object] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "copy_" and not (len(args) > 2 and args[2]):
+                blocking.append((kwargs or {}).get("non_blocking", False) or args[1].shape)
+            return func(*args, **(kwargs or {}))
+
+    def under(name: str) -> None:
+        change = getattr(Batch, name)
+
+        def watched(*given: Any) -> None:
+            with Copies():
+                change(*given)
+
+        monkeypatch.setattr(Batch, name, watched)
+
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=7)
+    for name in ("set_row", "set_live", "free_slot"):
+        under(name)
+    monkeypatch.setattr(DraftDecoder, "missing_tokens", lambda *_: pytest.fail("the host reads the device"))
+    plain = make_engine(ToyModel(), eos=EOS)
+    assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
+    assert [each for each in blocking if each is not True] == []
+
+
+def test_prompts_in_scattered_slots_are_one_pass_of_ragged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, passes in (("ragged", 1), ("padded", 3)):
+        decoder = Decoder(ToyModel(), ReferenceAttention(), 8, POSITIONS, VOCAB)
+        expected = Decoder(ToyModel(), ReferenceAttention(), 8, POSITIONS, VOCAB)
+        monkeypatch.setattr(decoder.passes._backend, "name", name)  # type: ignore[attr-defined]
+        batch, slots, sizes = new_batch(8, POSITIONS, VOCAB), (1, 2, 5, 7), (9, 17, 5, 30)
+        for slot, prompt in zip(slots, (PROMPTS[1], PROMPTS[3], PROMPTS[4], PROMPTS[6]), strict=True):
+            batch.set_row(slot, RowStart(prompt, SamplingParams(), 0))
+            expected.prefill(batch, [slot], [0], [len(prompt)])
+        forward, counted = decoder.passes.forward, []
+        monkeypatch.setattr(
+            decoder.passes, "forward", lambda *a, f=forward, c=counted, **k: (c.append(a), f(*a, **k))[1]
+        )
+        decoder.prefill(batch, slots, [0] * 4, sizes)
+        assert len(counted) == passes
+        for slot, size in zip(slots, sizes, strict=True):
+            for held, wanted in zip(decoder.cache.tables, expected.cache.tables, strict=True):
+                assert torch.equal(held[:, slot, :, :size], wanted[:, slot, :, :size])
+
+
 def test_the_host_is_one_round_behind() -> None:
     engine = engine_on("device")
     output = engine.add(Request([1, 2, 3], SamplingParams(max_tokens=30, temperature=0)))
@@ -384,8 +433,9 @@ class Replayed:
 
 def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, other_ranks = count(), [], NoOtherRanks()
+    numbers, forgotten, other_ranks = count(), list[object](), NoOtherRanks()
     monkeypatch.setattr(other_ranks, "forget", forgotten.append)
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.wait_for", forgotten.append)
     graphs = Graphs(torch.device("cpu"), other_ranks=other_ranks)
     graphs.captures = True
     monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
@@ -393,9 +443,17 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
         graphs.run(key, lambda: torch.zeros(1))
     graphs.run("d", lambda: torch.ones(1))
     assert graphs.keys == ["a", "b", "d"]
-    assert forgotten == [2]
+    assert forgotten == [torch.device("cpu"), 2], "it may still run"
     assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
     assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
+
+
+def test_captures_do_not_mind_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's default ends a capture at any thread's allocation, such as the watchdog's of NCCL."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, **options: given.update(options))
+    recorded(cast(Any, None), "pool")
+    assert given == {"pool": "pool", "capture_error_mode": "thread_local"}
 
 
 class Rerun:
@@ -526,12 +584,14 @@ def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
-def test_a_round_of_ngram_drafts_reads_nothing_from_the_device() -> None:
-    rounds = runner(ReferenceOps(), RULES["coupled"])
-    rounds.draft = None
+@pytest.mark.parametrize(("alone", "rule"), [(True, "coupled"), (False, "coupled"), (False, "rejection")])
+def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule: str) -> None:
+    with_draft = runner(ReferenceOps(), RULES[rule])
+    draft = None if alone else with_draft.draft
+    rounds = DeviceRound(with_draft.target, draft, with_draft.batch, RULES[rule], ops=ReferenceOps(), copies=True)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
+        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
 
 
 @pytest.mark.parametrize("k", [1, 7])
@@ -548,23 +608,80 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     assert any(found.matched)
 
 
-@pytest.mark.parametrize(
-    ("more", "device"), [({}, True), ({"references": [[7, 3, 9, 11]]}, False), ({"n": 2}, False)], ids=str
-)
-def test_references_and_parallel_samples_move_ngram_rounds_to_the_host(more: dict[str, Any], device: bool) -> None:
-    """Only the host's lookup reads references and other samples of a request."""
-    engine = make_engine(ToyModel(), eos=EOS, drafter="ngram", rounds="device", attention="padded")
-    references = {name: value for name, value in more.items() if name == "references"}
-    params = SamplingParams(temperature=0.5, max_tokens=8, n=more.get("n", 1))
-    assert "by the host for n-gram drafts from references or parallel samples" in engine.describe()
-    engine.add(Request([1, 2], params, **references))
-    assert engine._graph is not None
-    engine.step()
-    assert (engine._graph.why_not(engine.batch) is None) == device
+def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
+    """Texts of all lengths one after the other in a line: no match spans two, and a continuation ends with its text."""
+    generator, k = torch.Generator().manual_seed(3), 4
+    texts = torch.randint(3, (40, 30), generator=generator)
+    length, batch = torch.arange(40) % 30 + 1, new_batch(40, 200, VOCAB)
+    lookup, sources = HostLookup(()), []
+    for row in range(40):
+        parts = torch.randint(3, (row % 4 + 1, 1 + row // 2), generator=generator).tolist()
+        sources.append(CopySources(lookup.texts(parts)))
+        sample = ParallelSample(RequestGroup(parts), 0)
+        batch.set_row(row, RowStart([1], SamplingParams(), row, sample=sample))
+    batch.set_live(range(40))
+    references = References(batch)
+    assert references.follow(batch)
+    suffix = suffix_of(texts, length, LONGEST_SUFFIX)
+    found, count, matched = copied_from(references.table, references.size, suffix, k)
+    own = copied(texts, length, k, LONGEST_SUFFIX)[1]
+    expected = lookup.find(SearchedRows(texts, length, range(40), sources), k)
+    longer = [row for row in range(40) if matched[row] > own[row]]
+    assert len(longer) > 5
+    assert torch.maximum(matched, own).tolist() == expected.matched
+    for row in longer:
+        tokens = found[row, : count[row]].tolist()
+        if expected.shares[row] == WHOLE:  # the host takes what most matches go on with
+            assert tokens[0] == expected.draft_tokens[row][0]
+
+
+def test_a_draft_models_cache_follows_rows_with_ngram_drafts() -> None:
+    """After every round the cache holds what a pass over the row's text gives, however many tokens it lacks."""
+    engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="hybrid", rounds="device", attention="padded")
+    policy, seen, batch = engine.use_policy(RandomLength(longest=12)), Counter[tuple[bool, bool]](), engine.batch
+    fresh = Decoder(ToyModel(blur=0.3), ReferenceAttention(), batch.capacity, batch.positions, VOCAB)
+    (decoder,) = engine.parts.decoders[1:]
+
+    def observe(_batch: Batch, verdict: Verdict) -> None:
+        rows = zip(verdict.accepted, verdict.drafted, verdict.matched or [], strict=False)
+        seen.update((matched > 0, accepted > 0) for accepted, _, matched in rows)
+
+    policy.observe = observe  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=50)
+    alone = run(make_engine(ToyModel()), PROMPTS[:6], [params] * 6)
+    for prompt, output in zip(PROMPTS, alone, strict=False):  # every 13th token of a reference is wrong
+        text = [(token + (i % 13 == 12)) % VOCAB for i, token in enumerate(output.outputs[0].token_ids)]
+        engine.add(Request(prompt, params, references=[text]))
     while engine.busy:
         engine.step()
-    assert (engine.rounds.counts["device"] > 0) == device
-    assert ("rounds by the device" in engine.describe()) == device
+        for slot in batch.slots:
+            computed = int(decoder.num_computed_tokens[slot])
+            assert computed < int(batch.length[slot])
+            fresh.prefill(batch, [slot], [0], [computed])
+            for held, expected in zip(decoder.cache.tables, fresh.cache.tables, strict=True):
+                assert torch.equal(held[:, slot, :, :computed], expected[:, slot, :, :computed])
+    assert engine.rounds.counts["host"] == 0
+    assert min(seen[True, False], seen[True, True], seen[False, True]) > 3
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "hybrid"])
+def test_requests_with_references_and_samples_stay_on_the_device(drafter: str) -> None:
+    """A reference that is the answer is copied; the rows beside it have none, and slots are used again."""
+    plain = answers(run(make_engine(ToyModel(), eos=EOS), PROMPTS, PARAMS))
+    engine = engine_on("device", drafter=drafter, max_batch_size=4)
+    saved = {}
+    for given in (False, True):
+        outputs = []
+        for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            texts = [[3, 4, 5], [*prompt, *plain[row][0]]] if given and row % 2 == 0 else []
+            outputs.append(engine.add(Request(prompt, params, references=texts)))
+        while engine.busy:
+            engine.step()
+        assert answers(outputs) == plain
+        saved[given] = sum(outputs[row].outputs[0].metrics.rounds for row in range(0, 10, 2))
+    assert saved[True] < 0.7 * saved[False]
+    assert engine.rounds.counts["host"] == 0
+    assert "by the host" not in engine.describe()
 
 
 @pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: t[t > 0], lambda t: bool(t.any()), torch.nonzero])
@@ -702,7 +819,7 @@ def test_an_upload_reaches_a_tensor_that_never_moves() -> None:
     ("options", "why"),
     [
         ({"attention": "split"}, "split"),
-        ({"drafter": "hybrid"}, "the drafter runs on the host"),
+        ({"drafter": "hybrid", "documents": [[1, 2]]}, "the drafter runs on the host"),
         ({"drafter": "ngram", "speculation_width": 2}, "the drafter runs on the host"),
     ],
 )

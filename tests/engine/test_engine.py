@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from covering import in_pairs
+from head_support import tiny_head
 from paceline.config import EngineConfig, SamplingParams, StructuredOutputs
 from paceline.core.outputs import Metrics
 from paceline.core.sampling import sequence_seed
 from paceline.engine import engine as engine_module
 from paceline.engine import sequences as sequences_module
-from paceline.engine.engine import Engine, Request
+from paceline.engine.assembly import drafts_alone
+from paceline.engine.engine import Engine, Models, Request
 from paceline.engine.memory import plan_memory
 from paceline.errors import CapacityError, EmptyPromptError, ParameterError, PromptTooLongError, RequestError
 from paceline.models.decoding import cached_rows
@@ -609,21 +611,24 @@ def test_the_engine_says_what_it_runs(drafter: str | None) -> None:
 @pytest.mark.parametrize(
     ("options", "drafter"),
     [
-        ({}, (None, "model")),
-        ({"rounds": "host"}, ("ngram", "hybrid")),
-        ({"num_speculative_tokens": 3}, ("ngram", "hybrid")),
-        ({"drafter": None}, (None, None)),
+        ({}, "model"),
+        ({"rounds": "host"}, "hybrid"),
+        ({"num_speculative_tokens": 3}, "model"),
+        ({"drafter": None}, None),
+        ({"tensor_parallel": 2}, "hybrid"),
     ],
 )
-def test_by_default_all_rounds_stay_on_a_cuda_device(
-    options: dict[str, Any], drafter: tuple[str | None, str | None]
+def test_on_a_cuda_device_only_a_draft_model_drafts_without_lookup(
+    options: dict[str, Any], drafter: str | None
 ) -> None:
     config, cuda = EngineConfig(**options), ToyModel()
     cuda.device = torch.device("cuda")
-    for documents, draft, expected in ((), False, drafter[0]), ((), True, drafter[1]):
-        free = engine_module.lookup_is_free(engine_module.Models(cuda, documents=documents), config)  # type: ignore[attr-defined]
-        assert config.resolved(draft_model=draft, lookup=free).drafter == expected
-    assert engine_module.lookup_is_free(engine_module.Models(cuda, documents=[[1]]), config)  # type: ignore[attr-defined]
+    head = tiny_head(ToyModel(), 16)
+    both = None if drafter is None else "hybrid"
+    cases = ((None, (), both and "ngram"), (ToyModel(), (), drafter), (ToyModel(), [[1]], both), (head, (), both))
+    for draft, documents, expected in cases:
+        alone = drafts_alone(Models(cuda, draft, documents=documents), config)
+        assert config.resolved(draft_model=draft is not None, alone=alone).drafter == expected
 
 
 def test_rounds_with_unchanged_rows_read_no_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +21,26 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
+from paceline.models.description import checkpoint as checkpoints
+from paceline.models.description import weights
 from paceline.models.load import prepare as module
+from paceline.models.load.loading import open_checkpoint
 from paceline.models.load.prepare import ModelOptions, load, would_run_natively
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
 from recurrent_support import in_torch, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
-from toy import ToyModel, answers, make_engine, run, tiny_llama
+from toy import ToyModel, answers, make_engine, run, tiny_llama, tiny_llama_of_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def fresh_llama() -> Transformer:
-    """Return a copy whose layers may be replaced."""
-    return cast(Transformer, copy.deepcopy(tiny_llama()))
+def in_triton(
+    quantization: Any, deterministic: bool = False, *, source: Any = None, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """Load a model, tiny_llama's by default, for Triton's matrix products."""
+    source = tiny_llama_of_transformers() if source is None else source
+    options = ModelOptions(dtype, CPU, "auto", quantization, deterministic)
+    return module._in_triton(open_checkpoint(source), "the model", options)
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,7 +63,7 @@ def test_on_cuda_the_linear_layers_are_tritons(
     from paceline.kernels.gpu.linear import SmallRowLinear
 
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    made = module._with_triton(fresh_llama(), quantization, deterministic)
+    made = in_triton(quantization, deterministic)
     assert made.precision == precision
     head = cast(SmallRowLinear, made._head)
     assert head.weight.scales is None or quantization is not None
@@ -68,14 +74,33 @@ def test_on_cuda_the_linear_layers_are_tritons(
 
 
 @pytest.mark.parametrize(("to", "fewer"), [("fp8", 2), ("int8", 1)])  # int8 inputs are filled up to 64
-def test_8_bit_weights_replace_the_original_ones(to: Any, fewer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_weights_replace_the_original_ones(
+    to: Any, fewer: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Matrix by matrix while they are read: loading needs the finished model and one matrix in 16 or 32 bits."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    model = fresh_llama()
-    wide = [weakref.ref(getattr(owner, name).weight) for owner, name in model._linears()]
-    before, embedding = model.weight_bytes(), model._embedding
-    made = module._with_triton(model, to, deterministic=False)
-    assert [weight for weight in wide if weight() is not None and weight() is not embedding] == []
+    before, live, most = cast(Transformer, tiny_llama()).weight_bytes(), 0, 0
+    tiny_llama_of_transformers().save_pretrained(tmp_path)
+
+    def freed(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    def assemble(placements: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        nonlocal live, most
+        tensors = weights.assemble(placements, dtype, device)
+        for tensor in tensors.values():
+            live += tensor.nbytes
+            weakref.finalize(tensor, freed, tensor.nbytes)
+        most = max(most, live)
+        return tensors
+
+    monkeypatch.setattr(checkpoints, "assemble", assemble)
+    made = in_triton(to, source=tmp_path)
+    kept = sum(tensor.nbytes for tensor in made._kept)
+    assert live == kept
+    assert kept < most <= kept + 4 * 32 * 96  # gate and up of a layer, the largest matrix
     layers = [getattr(owner, name).weight for owner, name in made._linears()]
     others = sum(tensor.nbytes for tensor in made._kept)
     assert made.weight_bytes() == sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) + others
@@ -91,15 +116,15 @@ def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.Mo
     launch.capability.cache_clear()
     monkeypatch.setattr(module, "has_fp8", lambda device: False)
     with pytest.raises(ParameterError, match=r"quantization='fp8'.*'int8'.*no float8"):
-        module._with_triton(fresh_llama(), "fp8", deterministic=False)
+        in_triton("fp8")
 
 
 def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require_triton", lambda *_: None)
     with pytest.raises(ParameterError, match=r"quantization='int4'.*'int8' or 'fp8'"):
-        module._with_triton(fresh_llama(), "int4", deterministic=False)
+        in_triton("int4")
     with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
-        module._with_triton(ToyModel(), None, deterministic=True)
+        module._in_triton(None, "toy", ModelOptions(torch.float32, CPU, deterministic=True))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -111,10 +136,11 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     model = in_torch(save_with_head(tmp_path)[0])
     with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
-        module._with_triton(model, quantization, deterministic=True)
+        in_triton(quantization, deterministic=True, source=tmp_path)
     if quantization is not None:
         before = model.weight_bytes()
-        assert module._with_triton(model, quantization, deterministic=False).weight_bytes() < before / 2
+        model = in_triton(quantization, source=tmp_path)
+        assert model.weight_bytes() < before / 2
         options = {"rounds": "device", "attention": "padded", "num_speculative_tokens": 2}
         params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
         head = load_own_head(model, tmp_path)  # whose vocabulary is the target's, read anew
@@ -256,16 +282,15 @@ def test_8_bits_on_old_gpus_need_float16(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
-    model = fresh_llama()
-    model.dtype = torch.bfloat16
     with pytest.raises(ParameterError, match="dtype='float16'"):
-        module._with_triton(model, "int8", deterministic=False)
+        in_triton("int8", dtype=torch.bfloat16)
 
 
 def test_deterministic_products_are_refused_where_some_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
-    model = fresh_llama()
-    model.spec = replace(model.spec, embed_width=16)
+    checkpoint = open_checkpoint(tiny_llama_of_transformers())
+    assert checkpoint is not None
+    narrow = replace(checkpoint, spec=replace(checkpoint.spec, embed_width=16))
     with pytest.raises(ParameterError, match="projects its embeddings"):
-        module._with_triton(model, None, deterministic=True)
+        module._in_triton(narrow, "narrow", ModelOptions(torch.float32, CPU, deterministic=True))

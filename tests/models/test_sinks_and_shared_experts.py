@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gguf_support import begun, finish
 from kernels.reference_model import ReferenceModel
@@ -25,7 +26,7 @@ from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
-from recurrent_support import in_torch, randomise, reference_of
+from recurrent_support import in_torch, reference_of, tiny_qwen3_5_moe
 from toy import answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,19 +55,7 @@ def _gpt_oss(**rotary: object) -> PreTrainedModel:
     return model
 
 
-def _qwen3_5_moe() -> PreTrainedModel:
-    fields = {"num_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-    kinds = {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
-    config = AutoConfig.for_model("qwen3_5_moe_text", **(_SHAPE | fields | heads | kinds))
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        for name, weight in model.named_parameters():
-            randomise(name, weight)
-    return model
-
-
+_qwen3_5_moe = functools.partial(tiny_qwen3_5_moe, kinds="df", vocab_size=VOCABULARY)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"gpt_oss": _gpt_oss, "qwen3_5_moe": _qwen3_5_moe}
 
 

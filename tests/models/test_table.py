@@ -21,15 +21,24 @@ from model_support import NATIVE, random_tokens, tiny
 from models.test_families import _written
 from models.test_latent_gguf import write as written_latent
 from models.test_lfm2_gguf import write as written_lfm2
+from models.test_mamba2_gguf import write as written_mamba2
 from models.test_qwen3_5_gguf import write as written_qwen3_5
-from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss, _qwen3_5_moe
+from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss
 from models.test_sinks_and_shared_experts import _written as written_gpt_oss
 from paceline import LLM, SamplingParams
-from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models.families import FAMILIES
 from paceline.models.load.loading import load_model
-from recurrent_support import tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import (
+    GRANITE_SIZES,
+    tiny_bamba,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_lfm2_moe,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_next,
+)
 from toy import answers, make_engine
 from toy import run as run_engine
 
@@ -99,9 +108,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4 with experts": functools.partial(tiny_gemma4, **SIZES["experts"]),
     "gpt_oss": functools.partial(_gpt_oss, **_PUBLISHED),
     "qwen3_5": tiny_qwen3_5,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_moe": tiny_qwen3_5_moe,
+    "qwen3_next": tiny_qwen3_next,
     "lfm2": tiny_lfm2,
+    "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
+    "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
+    "bamba": tiny_bamba,
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
@@ -109,15 +122,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 # Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell
 UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
-IN_TORCH = {"granitemoehybrid"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
     **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"),
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
         lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
     ),
-    "lfm2": written_lfm2,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
+    "granitemoehybrid": written_mamba2,
     **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "deepseek_v3"), written_latent),
 }
 
@@ -179,10 +192,6 @@ def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str
     """Tokens and log-probabilities of eight rows are those of plain decoding, one by one."""
     theirs = subject(name)
     options = {**OPTIONS, "quantization": "int8"}
-    if name in IN_TORCH:
-        with pytest.raises(ParameterError, match="without"):
-            LLM(theirs, **options)
-        return
     alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
     assert alone.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     wanted = run(alone, prompts_of(theirs))

@@ -92,7 +92,7 @@ def batch(
         raise ParameterError("--ray-address", ray_address, "left out without --replicas")
     _check_paths(input_file, output_file, resume)
     name = served_model_name or model
-    config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT, capture_seconds=0)
+    config = ServerConfig(served_model_name=name, max_waiting=MAX_COUNT)
     with (
         _opened(input_file) as lines,
         OutputFile("OUTPUT", output_file) as output,
@@ -234,7 +234,7 @@ class _LocalRun:
                 await run_all(
                     todo,
                     LineWriter(output.append),
-                    window=LINES_PER_ROW * self.llm.config.max_batch_size,
+                    window=LINES_PER_ROW * self.llm.config.rows,
                     in_order=self.in_order,
                     on_result=progress.tell,
                 )

@@ -105,10 +105,7 @@ def offline(
     end(document(llm, command_line(), prompts, results, copies, arithmetic), output)
 
 
-_NOTHING_DRAFTED = (
-    "left out here, where nothing is drafted: give -k 1 or more, --drafter ngram or a draft model (on CUDA the default "
-    "drafter without a draft model is none)"
-)
+_NOTHING_DRAFTED = "left out here, where nothing is drafted: give -k 1 or more, --drafter ngram or a draft model"
 
 
 app.command(cls=Command)(

@@ -173,10 +173,7 @@ def refuse_given(context: typer.Context, allowed: str, *names: str) -> None:
 def check_draft_tokens(llm: LLM, drafter: object) -> None:
     """Raise ParameterError if a loaded engine drafts nothing, which "auto" may have chosen. drafter: the option."""
     if not llm.config.draft_tokens:
-        allowed = (
-            "one that drafts: 'ngram', or with a draft model 'model' or 'hybrid' (on CUDA 'auto' without a draft "
-            "model drafts nothing, because n-gram lookup runs on the host)"
-        )
+        allowed = "one that drafts: 'ngram', or with a draft model 'model' or 'hybrid'"
         raise ParameterError("--drafter", drafter, allowed)
 
 

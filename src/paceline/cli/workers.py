@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from paceline.cli.console import note
 from paceline.cli.plain_lines import LineReader
 from paceline.cli.settings import running, settings_of
-from paceline.config import SamplingParams, ServerConfig
+from paceline.config import EngineConfig, SamplingParams, ServerConfig
 from paceline.core.hardware import default_threads
 from paceline.errors import PacelineError
 from paceline.integrations.ray.cluster import Recipe, joined, need_ray, shared
@@ -118,7 +118,7 @@ class RayRun:
         cores = max(default_threads(), replicas * (recipe.options.get("threads") or 0))
         with joined(address, cores) as ray:
             placed, share = shared(ray, recipe, replicas)
-            window = LINES_PER_ROW * placed.options["max_batch_size"]
+            window = LINES_PER_ROW * (placed.options["max_batch_size"] or EngineConfig.DEFAULT_ROWS)
             options = {"max_restarts": _RESTARTS, "max_task_retries": _RESTARTS, "max_concurrency": window + 1}
             kind = ray.remote(Worker).options(**options, **share.ray_options)
             actors = [kind.remote(placed, self.config, self.params, self.given) for _ in range(replicas)]

@@ -47,12 +47,9 @@ class EngineConfig:
         Help(
             "Source of draft tokens: model, feature (a trained head), mtp (the head in the model's own files), ngram "
             "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), or a name that a package "
-            "adds. auto is hybrid with a draft model or a head in the model's files, else ngram; on CUDA model, else "
-            "none.",
-            more='"model", "hybrid" and "feature" need ``draft_model``. "auto" leaves n-gram lookup out where the '
-            "device runs rounds alone, because lookup runs on the host; other options that ask for draft tokens bring "
-            "it back. In Python None is plain decoding. An object is a ``paceline.drafters.Drafter``: a class, or a "
-            "pattern of which each engine uses a copy.",
+            "adds. auto is hybrid with a draft model or a head, else ngram; on CUDA model with a draft model.",
+            more='"model", "hybrid" and "feature" need ``draft_model``. In Python None is plain decoding. An object is '
+            "a ``paceline.drafters.Drafter``: a class, or a pattern of which each engine uses a copy.",
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[
@@ -86,6 +83,17 @@ class EngineConfig:
             "drafters, and rounds of a device refuse a number above 0.",
         ),
     ] = None
+    lookup_tokens: Annotated[
+        int,
+        Whole(0, MAX_COUNT),
+        Help(
+            "Tokens of answers, finished and running, that n-gram lookup holds to copy from. 0: none.",
+            more="About 110 bytes each; the oldest go first. Answers are for requests of the same client (where the "
+            "server keeps clients apart), adapter and ``cache_salt``. Those with ``keep_prefix=False`` are for their "
+            "own request alone; so are all without ``prefix_cache``, and with "
+            '``acceptance="rejection"``, whose texts depend on the drafts.',
+        ),
+    ] = 262_144
     profile: Annotated[
         str | None,
         FileName(),
@@ -147,11 +155,22 @@ class EngineConfig:
     draft_quantization: Annotated[
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
     ] = "same"
-    max_batch_size: Annotated[int, Whole(1, MAX_ROWS), Help("Rows, that is sequences decoded at once.")] = 16
+    max_batch_size: Annotated[
+        int | None,
+        Whole(1, MAX_ROWS),
+        Help(
+            "Rows, that is sequences decoded at once. Default: 16, or as many as fit into memory.",
+            more="The start line says so if they are fewer than 16. A number that does not fit is refused.",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         Whole(2, MAX_COUNT),
-        Help("Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096."),
+        Help(
+            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096.",
+            more="The default is less if not one row of that length fits into memory, or not the rows asked for; the "
+            "start line says so. A number that does not fit is refused.",
+        ),
     ] = None
     prefill_chunk: Annotated[
         int, Whole(1, MAX_PREFILL_CHUNK), Help("Maximum prompt tokens fed in one step, all rows together.")
@@ -169,7 +188,8 @@ class EngineConfig:
         bool,
         Help(
             "Copy the keys and values of a prompt's longest beginning that was read before.",
-            more="Without it each prompt is read whole, once for all of its answers.",
+            more="Without it each prompt is read whole, once for all of its answers, and nothing is copied from the "
+            "answers of other requests (``lookup_tokens``).",
         ),
     ] = True
     device: Annotated[
@@ -202,6 +222,7 @@ class EngineConfig:
     ] = None
 
     DEFAULT_MAX_MODEL_LEN = 4096
+    DEFAULT_ROWS = 16
     OTHER_NAMES: ClassVar[Mapping[str, str]] = names.ENGINE
 
     def __post_init__(self) -> None:
@@ -238,13 +259,17 @@ class EngineConfig:
         allowed = "'coupled' or 'rejection'; a synthetic rule, for benchmarks only, needs benchmark=True"
         check(self.benchmark, "acceptance", acceptance, allowed)
 
-    def resolved(self, *, draft_model: bool, lookup: bool = True) -> EngineConfig:
-        """The configuration with "auto" replaced by a drafter. lookup: whether n-gram lookup costs no time here."""
+    def resolved(self, *, draft_model: bool, alone: bool = False) -> EngineConfig:
+        """The configuration with "auto" replaced by a drafter. alone: whether a draft model has no n-gram lookup."""
         if self.drafter != "auto":
             return self
-        lookup = lookup or self.num_speculative_tokens != EngineConfig.num_speculative_tokens
-        names: tuple[DrafterName | None, ...] = ("ngram", "hybrid") if lookup else (None, "model")
-        return replace(self, drafter=names[draft_model])
+        with_model: DrafterName = "model" if alone else "hybrid"
+        return replace(self, drafter=with_model if draft_model else "ngram")
+
+    @property
+    def rows(self) -> int:
+        """Rows: ``max_batch_size``, or its default if memory does not limit it."""
+        return self.DEFAULT_ROWS if self.max_batch_size is None else self.max_batch_size
 
     @property
     def reads_profile(self) -> bool:
@@ -327,6 +352,7 @@ class EngineOptions(TypedDict, total=False):
     num_speculative_tokens: Length
     speculation_width: int | Literal["auto"]
     draft_vocab_size: int | None
+    lookup_tokens: int
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool
@@ -337,7 +363,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: QuantizationName | None
     draft_dtype: DtypeName | Literal["same"]
     draft_quantization: QuantizationName | Literal["same"] | None
-    max_batch_size: int
+    max_batch_size: int | None
     max_model_len: int | None
     prefill_chunk: int
     longest_pause: float | None
@@ -375,6 +401,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_vocab_size": (lambda config: config.asks_draft_model and config.draft_tokens, _DRAFT_MODEL),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
+    "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
 }
 """Conditions under which an option has an effect, and their descriptions for errors."""

@@ -21,29 +21,29 @@ from paceline.core.nodes import Tree
 from paceline.core.ops import HostOps
 from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
 from paceline.core.slots import Slots
+from paceline.core.uploads import store
 from paceline.core.values import Accepted, TextRows
 
 
 @dataclass(frozen=True, eq=False)
 class RequestGroup:
-    """Parallel samples of one request. N-gram drafts may copy from each other and from the request's references.
+    """Parallel samples of one request. Their n-gram drafts may copy from the request's references and from answers.
 
-    references: token ids of each reference. answers: number of samples.
+    references: token ids of each reference. scope: whose answers they copy from, those of requests with an equal one.
     """
 
-    references: Sequence[Sequence[int]]
-    answers: int
+    references: Sequence[Sequence[int]] = ()
+    scope: tuple[str, ...] = ()
 
 
 class ParallelSample(NamedTuple):
     """One sample of a request group.
 
-    number: index in the group. prompt_tail: position in the row's text from which other samples may copy; it includes
-    the last tokens of the prompt as context.
+    prompt_tail: position in the row's text from which other samples may copy; it includes the last tokens of the prompt
+    as context.
     """
 
     group: RequestGroup
-    number: int
     prompt_tail: int
 
 
@@ -92,6 +92,8 @@ class SpeculationPlan:
     stop_drafting: called after each draft token by drafters that score their draft tokens; None never stops early.
     fallback: called by drafters that combine n-gram lookup with a model; None leaves the choice to the drafter.
     note: whatever the policy wants to have back with the verdict of the round (``Verdict.note``).
+    least_matches: ``fallback`` of rounds on a device, whose drafts are not seen: tokens that a match must have in each
+        live row, so that its n-gram draft replaces the model's. None: as many as are searched for.
     """
 
     k: int
@@ -99,6 +101,7 @@ class SpeculationPlan:
     stop_drafting: StopDrafting | None = None
     fallback: Fallback | None = None
     note: object = None
+    least_matches: Sequence[int] | None = None
 
     def within(self, batch: Batch) -> SpeculationPlan:
         """Reduce the plan to the positions that rows have left and to the maximum of their requests."""
@@ -282,9 +285,10 @@ class Batch:
         limit = min(size + start.params.max_tokens, self.positions)
         most = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self._host_rows[slot] = _HostRow(size, limit, most, start.deadline, start.sample)
-        self.text[slot, :size] = torch.tensor(start.tokens, dtype=torch.int64)
-        self.length[slot], self.limit[slot] = size, limit
-        self.stops[slot] = torch.tensor((*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
+        store(self.text[slot, :size], start.tokens)
+        self.length[slot].fill_(size)
+        self.limit[slot].fill_(limit)
+        store(self.stops[slot], (*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
         self.sampling.set(slot, start.params, start.seed, size, start.stop_tokens, start.constraint)
 
     def length_of(self, slot: int) -> int:
@@ -293,12 +297,13 @@ class Batch:
 
     def free_slot(self, slot: int, cached_tokens: int) -> None:
         """Mark a slot as free. Its caches keep the first ``cached_tokens`` tokens; rounds write after them."""
-        self.length[slot] = self._host_rows[slot].length = cached_tokens + 1
+        self._host_rows[slot].length = cached_tokens + 1
+        self.length[slot].fill_(cached_tokens + 1)
 
     def set_live(self, slots: Sequence[int]) -> None:
         """Set the slots whose sequences decode, in ascending order."""
         idle = sorted(set(range(self.capacity)).difference(slots))
-        self.slot_order.copy_(torch.tensor([*slots, *idle]))
+        store(self.slot_order, [*slots, *idle])
         self.live.fill_(len(slots))
         self._list_rows(slots)
 
@@ -399,7 +404,9 @@ class Batch:
         """
         if rows is None:
             return RowState(self.text, self._tables, self.live_slots, self.live)
-        return RowState(self.text, self._tables, Slots(self.slot_order[:rows]), self.live, may_sync=False)
+        return RowState(
+            self.text, self._tables, Slots(self.slot_order[:rows], live=self.live), self.live, may_sync=False
+        )
 
     @property
     def _tables(self) -> RowValues:

@@ -262,6 +262,7 @@ class Verdict:
     parents: those of the draft tokens of trees; None if the draft had chains only.
     path: for trees, indices of the accepted draft tokens in order; None for chains, whose first ones are accepted.
     logprobs: log-probabilities of the tokens; None if no row requests them.
+    matched: tokens matched by the n-gram draft that replaced a model's, on a device; 0: the model's. None: elsewhere.
     note: ``SpeculationPlan.note`` of the round. timing: None if the round was not measured.
     """
 
@@ -272,6 +273,7 @@ class Verdict:
     parents: list[list[int]] | None = None
     path: list[list[int]] | None = None
     logprobs: Logprobs | None = None
+    matched: list[int] | None = None
     note: object = None
     timing: RoundTiming | None = None
 
@@ -293,6 +295,7 @@ class Verdict:
             gained=[0 if line is None else self.gained[line] for line in lines],
             parents=None if self.parents is None else _rows_of(self.parents, lines),
             path=None if self.path is None else _rows_of(self.path, lines),
+            matched=None if self.matched is None else [0 if line is None else self.matched[line] for line in lines],
             logprobs=None if self.logprobs is None else Logprobs(*(_rows_of(each, lines) for each in self.logprobs)),
         )
 

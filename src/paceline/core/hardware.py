@@ -34,6 +34,15 @@ def available_memory(device: torch.device) -> int:
     return free if limited is None else min(free, limited)
 
 
+def return_cached_memory(device: torch.device) -> None:
+    """Return memory that torch's allocator holds but does not use to the device, where ``available_memory`` counts it.
+
+    Quantised weights leave gigabytes there. The next allocations ask the device again.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of the device's memory, used or not. On CPUs the machine's."""
     if device.type == "cuda":

@@ -248,11 +248,11 @@ class SamplingRows:
         """Set the parameters of a slot. seed: its noise key. stop_tokens: tokens that min_tokens forbids."""
         self._of_slots[slot] = _Settings(params, constraint, stop_tokens if params.min_tokens else ())
         for name in _SCALARS:
-            getattr(self, name)[slot] = getattr(params, name)
-        self.floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
-        self.seed[slot] = seed
-        self.prompt_length[slot] = prompt_length
-        self.min_length[slot] = prompt_length + params.min_tokens
+            getattr(self, name)[slot].fill_(getattr(params, name))
+        self.floor[slot].fill_(math.log(params.min_p) if params.min_p > 0 else -math.inf)
+        self.seed[slot].fill_(seed)
+        self.prompt_length[slot].fill_(prompt_length)
+        self.min_length[slot].fill_(prompt_length + params.min_tokens)
 
     def part(self, slots: Slots) -> SamplingRows:
         """The rows in ``slots``, with the same tensors."""

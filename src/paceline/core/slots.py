@@ -7,17 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.uploads import uploaded
+
 
 class Slots:
     """Slots of B rows, in ascending order: their places in tables [R, ...] of R slots.
 
     index: [B] int64, on the tables' device.
+    live: [1] int64, number of rows that are not idle, which are the first ones; None: all.
     numbers: the same on the host; None where only the device knows them, in programs that are captured.
     where: what selects the rows' entries of a table, ``table[slots.where]``: a slice if the slots are consecutive.
     """
 
-    def __init__(self, index: Tensor, numbers: Sequence[int] | None = None) -> None:
-        self.index, self.numbers = index, numbers
+    def __init__(self, index: Tensor, numbers: Sequence[int] | None = None, live: Tensor | None = None) -> None:
+        self.index, self.numbers, self.live = index, numbers, live
         self.where: slice | Tensor = index if (consecutive := _as_range(numbers)) is None else consecutive
 
     @property
@@ -28,7 +31,7 @@ class Slots:
     @staticmethod
     def listed(numbers: Sequence[int], device: torch.device) -> Slots:
         """Slots known to the host."""
-        return Slots(torch.tensor(numbers, dtype=torch.int64, device=device), numbers)
+        return Slots(uploaded(numbers, device), numbers)
 
     def __len__(self) -> int:
         return len(self.index)

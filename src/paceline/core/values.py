@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.uploads import uploaded
+
 
 class Purpose(IntEnum):
     """Purpose of a random number. Different purposes use independent numbers."""
@@ -43,11 +45,11 @@ class Entries(NamedTuple):
             ends.append(ends[-1] + len(row))
         tokens = [token for row in rows for token in row]
         values = [value for row in rows for value in row.values()]
-        starts = torch.tensor(ends, dtype=torch.int64, device=device)
+        starts = uploaded(ends, device)
         return Entries(
             starts,
-            torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
+            uploaded(tokens, device),
+            uploaded(values, device, torch.float32),
         )
 
     @property

@@ -9,6 +9,8 @@ from weakref import WeakSet
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
+from paceline.drafters.heads.block_decoder import TorchBlock, TorchBlockDecoder
+from paceline.drafters.heads.block_native import NativeBlock, NativeBlockDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
@@ -72,15 +74,19 @@ class Assembly:
 
     @property
     def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.max_batch_size, self.max_model_len, self.models.target.vocab_size
+        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
         """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
         sizes = self._sizes
+        if isinstance(model, NativeBlock):
+            return NativeBlockDecoder(model, *sizes)
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
         if isinstance(model, Assistant):
             return AssistantDecoder(model, *sizes)
+        if isinstance(model, TorchBlock):
+            return TorchBlockDecoder(model, *sizes)
         if isinstance(model, TorchHead):
             return TorchHeadDecoder(model, *sizes)
         if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:
@@ -102,7 +108,8 @@ class Assembly:
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
         equipment = Equipment(
-            target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
+            *(target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of),
+            config.lookup_tokens,
         )
         drafter = make_drafter(kind, equipment)
         self._shorten(drafter)
@@ -126,11 +133,15 @@ class Assembly:
         )
 
 
-def lookup_is_free(models: Models, config: EngineConfig) -> bool:
-    """Whether n-gram lookup moves no rounds from the device to the host, or was asked for by giving documents."""
+def drafts_alone(models: Models, config: EngineConfig) -> bool:
+    """Whether the draft model drafts without n-gram lookup under ``drafter="auto"``.
+
+    On a device a draft model runs for every row in any case. Beside n-gram drafts, whose tokens it has not read, its
+    first pass is longer; a head reads accepted tokens anew anyway. Documents ask for lookup.
+    """
     by_choice = config.rounds == "host" or (config.rounds == "auto" and config.tensor_parallel > 1)
-    on_host = models.target.device.type != "cuda" or by_choice or isinstance(models.draft, HeadModel)
-    return on_host or bool(models.documents)
+    on_host = models.target.device.type != "cuda" or by_choice
+    return not (on_host or models.draft is None or isinstance(models.draft, HeadModel) or models.documents)
 
 
 def max_model_len(models: Models, config: EngineConfig) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
-from paceline.core.cache_budget import KVCacheBudget
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
-from paceline.engine.memory import GIB
-from paceline.engine.rounds.choice import NGRAM_SOURCES, why_no_graph, why_no_kernels
+from paceline.engine.memory import GIB, FittedRows
+from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceRound
@@ -28,8 +27,7 @@ class EngineDescription:
 
     device_round: the round as a program of the device; None if all rounds run on the host.
     threads: CPU threads of the kernels.
-    max_model_len: tokens of the longest sequence.
-    room: memory for the KV caches.
+    fitted: rows, tokens of the longest sequence, and memory of the KV caches.
     """
 
     models: Models
@@ -37,8 +35,7 @@ class EngineDescription:
     parts: Speculation
     device_round: DeviceRound | None
     threads: int
-    max_model_len: int
-    room: KVCacheBudget
+    fitted: FittedRows
 
     def identity(self) -> Identity:
         """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
@@ -74,7 +71,7 @@ class EngineDescription:
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
             f"attention {self._describe_attention()}; {self._describe_rounds(rounds)}"
-            f"{config.max_batch_size} rows of {self.max_model_len} tokens{self._describe_room()}"
+            f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
             f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
 
@@ -95,10 +92,13 @@ class EngineDescription:
         return "" if short is None else f", draft vocabulary {short.size} of {short.vocabulary}"
 
     def _describe_room(self) -> str:
-        """Name the memory limit of the caches; where rows may have to wait for memory, also how many fit."""
-        room = self.room
+        """Name the memory limit of the caches; where rows may have to wait for memory, also how many fit.
+
+        Say why there are fewer rows than by default, or shorter ones.
+        """
+        room, note = self.fitted.budget, self.fitted.note
         capacity = f"they grow: {room.max_rows(room.positions)} of that length at once, " if room.is_short else ""
-        return f" ({capacity}{room.limit / GIB:.2f} GiB)"
+        return f" ({capacity}{room.limit / GIB:.2f} GiB{f'; chosen to fit: {note}' if note else ''})"
 
     def _describe_attention(self) -> str:
         target = self.models.target
@@ -128,8 +128,6 @@ class EngineDescription:
         counts, reasons = rounds.counts, dict.fromkeys(rounds.choice.reasons)
         if counts["host"] > 0 and counts["device"] == 0:
             return f"rounds by the host ({' or '.join(reasons)}), none by the device so far"
-        if self.parts.drafter.copies:
-            reasons[NGRAM_SOURCES] = None
         how = "CUDA graphs" if device_round.graphs.captures else "uncaptured"
         by_host = f", by the host for {' or '.join(reasons)}" if reasons else ""
         return f"rounds by the device ({how}, {device_round.ops.name} kernels){by_host}"

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -14,17 +15,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, RowStart
 from paceline.core.draft import Verdict
-from paceline.core.hardware import ignore_torch_context, threads_per_rank, torch_threads
+from paceline.core.hardware import Stopwatch, ignore_torch_context, threads_per_rank, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.assembly import Assembly, Models, check_attention, lookup_is_free, max_model_len
-from paceline.engine.chunks import PrefillChunker
+from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
+from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
-from paceline.engine.memory import check_memory
+from paceline.engine.memory import fit_memory, plan_memory
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -50,6 +51,8 @@ from paceline.models.files.fingerprint import is_from_files
 
 __all__ = ["Engine", "Models", "Request"]
 
+_POLL = 0.001  # seconds between two looks at whether a measured pass has ended
+
 AnyPolicy = TypeVar("AnyPolicy", bound=LengthPolicy)
 
 
@@ -58,7 +61,7 @@ class Engine:
 
     Not thread-safe: one thread calls ``add`` and ``step``.
 
-    Raises CapacityError if ``config.max_batch_size`` rows do not fit into memory.
+    Raises CapacityError if the rows and lengths that ``config`` asks for do not fit into memory.
     Raises ParameterError if the configuration does not fit the models.
     """
 
@@ -66,12 +69,11 @@ class Engine:
     @torch.inference_mode(False)  # tensors are written inside and outside of a caller's inference mode
     def __init__(self, models: Models, config: EngineConfig) -> None:
         self.models = models
-        self.config = config = config.resolved(
-            draft_model=models.draft is not None, lookup=lookup_is_free(models, config)
-        )
-        self.max_model_len = max_model_len(models, config)
+        config = config.resolved(draft_model=models.draft is not None, alone=drafts_alone(models, config))
         check_attention(models, config)
-        self.room = check_memory(models.target, models.draft, config, self.max_model_len)
+        self._fitted = fit_memory(models.target, models.draft, config, max_model_len(models, config))
+        self.config = config = replace(config, max_batch_size=self._fitted.rows)
+        self.max_model_len, self.room = self._fitted.positions, self._fitted.budget
         self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
         self.threads = config.threads or threads_per_rank(config.tensor_parallel)
         self._ids = itertools.count()
@@ -97,11 +99,13 @@ class Engine:
         self._graph = self._make_graph()
         choice = RoundChoice(self.parts, self._make_kernels(), self._graph)
         self.rounds = RoundLoop(self.parts, self.scheduler, choice)
+        if models.target.device.type == "cuda" and config.longest_pause is not None:
+            self.measure_prefill()
 
     def _new_batch(self) -> Batch:
         target = self.models.target
         ops = cpu_ops(target.device)
-        return Batch(self.config.max_batch_size, self.max_model_len, target.vocab_size, target.device, ops)
+        return Batch(self.config.rows, self.max_model_len, target.vocab_size, target.device, ops)
 
     def _make_graph(self) -> GraphPlace | None:
         """Return the place of device rounds; None if all rounds run on the host."""
@@ -170,6 +174,26 @@ class Engine:
         with self._own_threads():
             return self._calibration(grid).run(progress)
 
+    @ignore_torch_context
+    @torch.inference_mode()
+    def measure_prefill(self) -> None:
+        """Time a chunk of a prompt, by which the first chunks are sized; only while the engine is idle.
+
+        A GPU reads a chunk in milliseconds, of which an assumed time per token would make many small ones.
+        """
+        target, size = self.parts.target, min(self.config.prefill_chunk, self.max_model_len - 1)
+        self.slots.forget()
+        self.batch.set_row(0, RowStart([0] * size, SamplingParams(), 0))
+        target.prefill(self.batch, [0], [0], [size])  # compiles kernels
+        timer = Stopwatch(target.model.device)
+        target.prefill(self.batch, [0], [0], [size])
+        timer.stop()
+        while (seconds := timer.seconds()) is None:
+            time.sleep(_POLL)
+        self.chunks.speed.learn([PromptSlice(0, 0, size)], seconds)
+        target.cut_row(0, 0)
+        self.batch.free_slot(0, 0)
+
     def _calibration(self, grid: Grid) -> Calibration:
         parts = self.parts
         natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
@@ -180,7 +204,7 @@ class Engine:
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
-        sizes = config.max_batch_size, self.max_model_len, self.threads
+        sizes = config.rows, self.max_model_len, self.threads
         key = (
             config.drafter,
             self.parts.drafter.width,
@@ -192,7 +216,7 @@ class Engine:
         )
         if key not in known:
             with self._own_threads():
-                grid = Grid.coarse(config.max_batch_size, on_gpu=self.models.target.device.type == "cuda")
+                grid = Grid.coarse(config.rows, on_gpu=self.models.target.device.type == "cuda")
                 calibration = self._calibration(grid)
                 known[key] = kept_or_measured(calibration, self._stored_costs())
         return known[key]
@@ -202,7 +226,7 @@ class Engine:
         draft = self.models.draft if self.config.asks_draft_model else None
         if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
             return None
-        return KeptCosts(self.identity(), self.config.max_batch_size, self.max_model_len)
+        return KeptCosts(self.identity(), self.config.rows, self.max_model_len)
 
     @property
     def _description(self) -> EngineDescription:
@@ -212,9 +236,15 @@ class Engine:
             parts=self.parts,
             device_round=self._device_round,
             threads=self.threads,
-            max_model_len=self.max_model_len,
-            room=self.room,
+            fitted=self._fitted,
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the models take, with caches that are as full as their limit allows."""
+        models = self.models
+        plan = plan_memory(models.target, models.draft, self.config, self._fitted.rows, self.max_model_len)
+        return plan.weights + plan.to_allocate - plan.caches + self.room.limit
 
     def identity(self) -> Identity:
         """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""
@@ -226,20 +256,22 @@ class Engine:
 
     @ignore_torch_context
     @torch.inference_mode()
-    def capture_ahead(self, seconds: float, progress: ahead.Progress = iter) -> ahead.Ahead | None:
+    def capture_ahead(
+        self, seconds: float, progress: ahead.Progress = iter, rows: int | None = None
+    ) -> ahead.Ahead | None:
         """Capture the rounds that requests will need, the likeliest first; only while the engine is idle.
 
         It stops after about ``seconds``, or when memory runs short. Other rounds are captured when they are first
         needed.
         Returns None if this engine captures no rounds.
 
-        progress: may wrap the list of programs in a progress bar.
+        progress: may wrap the list of programs in a progress bar. rows: the most that will decode at once; None: all.
         """
         assert not self.busy, "requests would wait for captures"
         if self._graph is None:
             return None
         with self._own_threads():
-            return self._graph.capture_ahead(seconds, progress)
+            return self._graph.capture_ahead(seconds, progress, rows)
 
     @property
     def busy(self) -> bool:

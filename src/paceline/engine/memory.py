@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
 from paceline.core.cache_budget import KVCacheBudget
-from paceline.core.hardware import available_memory
+from paceline.core.hardware import available_memory, return_cached_memory
 from paceline.core.recurrent_state import WINDOW
 from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
@@ -17,12 +18,15 @@ from paceline.drafters.vocabulary_size import short_head_bytes
 from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
+from paceline.models.torch.transformer import Transformer
 
 GIB = 2**30
 LEAST_ROW = 128  # tokens that all rows must be able to hold at once
 _LOGITS_COPIES = 4  # logits, adjusted, scaled, probabilities: alive together in the largest round
 _ACTIVATIONS = 12  # tensors of the hidden state's width alive together while a chunk is prefilled
-_LEFT_ALONE = 0.1  # fraction of free memory left to other programs, if rows have to wait for memory
+_LEFT_ALONE = 0.1  # fraction of free memory left to other programs, and on CUDA to graphs: up to 1.7 GiB of 100
+_LENGTH_STEP = 256  # tokens: lengths that are chosen because the default does not fit are multiples
+_SHORTEST = 512  # tokens: a shorter context is not chosen, but refused
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,35 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the memory for ``rows`` rows of ``positions`` tokens."""
     models = [target] if draft is None else [target, draft]
-    tokens = rows * (min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1)
+    tokens = rows * (_most_drafted(config) + 1)
     logits = _LOGITS_COPIES * tokens * target.vocab_size * 4
     activations = _ACTIVATIONS * max(tokens, config.prefill_chunk) * target.kv_heads * target.head_dim * 4 * 8
     taps = len(draft.taps) if isinstance(draft, NativeHead) else 0
     drafts_natively = draft is not None and (isinstance(draft, NativeHead) or runs_native_rounds(draft))
     draft_logits = rows * target.vocab_size * 4 if drafts_natively else 0  # NativeDrafting.scratch
     workspace = logits + activations + draft_logits + workspace_bytes(target, tokens, taps)
-    workspace += short_head_bytes(target, draft, config)
+    workspace += short_head_bytes(target, draft, config) + _attention_bytes(target, config, rows, positions)
     caches = rows * row_bytes(target, draft, config, positions)
     weights = sum(m.weight_bytes() for m in models)
     return MemoryPlan(weights, state_bytes(target, config, rows), caches, workspace)
+
+
+def _most_drafted(config: EngineConfig) -> int:
+    """Return the maximum draft tokens of a row in a round; 0 without a drafter."""
+    if not config.draft_tokens:
+        return 0
+    return min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH)
+
+
+def _attention_bytes(target: AnyModel, config: EngineConfig, rows: int, positions: int) -> int:
+    """Return the bytes of the results of splits, which are many only with ``deterministic``; else 0."""
+    if not config.deterministic or not isinstance(target, Transformer):
+        return 0
+    from paceline.kernels.attention.ragged import scratch_bytes  # needs triton, as ``deterministic`` does
+
+    length = max(_most_drafted(config) + 1, config.prefill_chunk // rows)
+    shapes = {(each.heads, each.head_dim) for each in target.spec.attentions}
+    return max(scratch_bytes(rows, heads, length, dim, positions + 1) for heads, dim in shapes)
 
 
 def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
@@ -73,8 +95,9 @@ def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
     shape = state_shape_of(target)
     if shape is None:
         return 0
-    drafted = min(config.max_draft_tokens * config.most_width, MAX_SPECULATION_LENGTH) + 1
-    window = drafted if grows_on(target.device) else WINDOW  # on a CPU the pages behind it stay untouched
+    window = (
+        _most_drafted(config) + 1 if grows_on(target.device) else WINDOW
+    )  # on a CPU the pages behind it stay untouched
     return rows * shape.slot_bytes(window) + shape.state_bytes
 
 
@@ -86,42 +109,137 @@ def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, po
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
-    layers = kv_layers_of(model)
+    layers, fused = kv_layers_of(model), 0
+    if isinstance(model, HeadModel):
+        fused, positions = model.fused_bytes(positions), positions + model.slots_behind
     if grows_on(model.device):
         kept = KVCache.growing_bytes(layers, positions, model.dtype)
     else:
         kept = KVCache.bytes_for(layers, 1, positions, model.dtype)
-    return kept + (model.fused_bytes(positions) if isinstance(model, HeadModel) else 0)
+    return kept + fused
 
 
-def check_memory(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> KVCacheBudget:
-    """Return the memory for the caches of ``config.max_batch_size`` rows of at most ``positions`` tokens.
+@dataclass(frozen=True)
+class FittedRows:
+    """Rows that fit into memory.
+
+    rows: sequences at once. positions: tokens of the longest. budget: memory of their caches.
+    note: why they are fewer or shorter than by default, for the start line; empty if they are not.
+    """
+
+    rows: int
+    positions: int
+    budget: KVCacheBudget
+    note: str = ""
+
+
+def fit_memory(
+    target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int, free: int | None = None
+) -> FittedRows:
+    """Return the rows of at most ``positions`` tokens that an engine can have.
+
+    free: bytes beside the weights; None: those that are free on the device, or left under ``config.memory_limit``.
 
     If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
-    fit at full length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError.
+    fit at full length. What ``config`` leaves to its default becomes smaller until it fits: the number of rows first,
+    then their length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError if sizes that
+    were asked for do not fit.
     """
-    rows = config.max_batch_size
-    plan = plan_memory(target, draft, config, rows, positions)
-    if config.memory_limit is None:
-        free, source = available_memory(target.device), "free"
-    else:
-        free, source = config.memory_limit - plan.weights, "left under memory_limit after the weights"
-    room = KVCacheBudget(plan.caches, rows, positions, cache(partial(row_bytes, target, draft, config)))
-    if plan.to_allocate <= free:
-        return room
-    rows_grow = _rows_grow(target, draft, config)
-    if rows_grow:
-        kept_free = 0 if config.memory_limit is not None else int(_LEFT_ALONE * max(0, free))
-        short_room = replace(room, limit=free - plan.states - plan.workspace - kept_free)
-        least_row = min(LEAST_ROW, positions)
-        if short_room.max_rows(positions) >= 1 and short_room.max_rows(least_row) >= rows:
-            return short_room
-        source += f", of which {kept_free / GIB:.2f} are left to other programs" if kept_free else ""
-        plan = replace(plan, caches=max(room.bytes_for(positions), rows * room.bytes_for(least_row)))
-    raise CapacityError(
-        f"{_wanted(rows, positions, rows_grow=rows_grow)} need {plan}, but {max(0, free) / GIB:.2f} GiB are {source}: "
-        f"{_hint(target, draft, config, positions, free)}; lower max_batch_size or max_model_len"
-    )
+    machine = _Memory.of(target, draft, config, free)
+    if (budget := machine.budget(config.rows, positions)) is not None:
+        return FittedRows(config.rows, positions, budget)
+    note = f"{config.rows} rows of {positions} tokens need {machine.shortage(config.rows, positions)}"
+    if config.max_batch_size is None:
+        rows = _most(lambda rows: machine.budget(rows, positions) is not None, config.rows)
+        if (budget := machine.budget(rows, positions) if rows else None) is not None:
+            return FittedRows(rows, positions, budget, note)
+    if config.max_model_len is None:
+        rows = 1 if config.max_batch_size is None else config.rows
+        steps = _most(lambda steps: machine.budget(rows, steps * _LENGTH_STEP) is not None, positions // _LENGTH_STEP)
+        shorter = steps * _LENGTH_STEP
+        if shorter >= _SHORTEST and (budget := machine.budget(rows, shorter)) is not None:
+            return FittedRows(rows, shorter, budget, note)
+    raise CapacityError(machine.refusal(config.rows, positions))
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number from 1 to ``limit`` that fits, 0 if none does; smaller ones fit, too."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memory that an engine may take, beside its weights.
+
+    free: bytes. source: where they are, in words.
+    kept_free: bytes of them for other programs and CUDA graphs, if sizes are chosen or rows wait for memory.
+    """
+
+    target: AnyModel
+    draft: AnyModel | None
+    config: EngineConfig
+    free: int
+    source: str
+    kept_free: int
+
+    @classmethod
+    def of(cls, target: AnyModel, draft: AnyModel | None, config: EngineConfig, free: int | None) -> _Memory:
+        if free is None and config.memory_limit is None:
+            return_cached_memory(target.device)
+            free = available_memory(target.device)
+        if free is not None:
+            return cls(target, draft, config, free, "free", int(_LEFT_ALONE * max(0, free)))
+        assert config.memory_limit is not None
+        weights = sum(model.weight_bytes() for model in (target, draft) if model is not None)
+        return cls(target, draft, config, config.memory_limit - weights, "left under memory_limit after the weights", 0)
+
+    def plan(self, rows: int, positions: int) -> MemoryPlan:
+        return plan_memory(self.target, self.draft, self.config, rows, positions)
+
+    def budget(self, rows: int, positions: int) -> KVCacheBudget | None:
+        """Return the memory for the caches of these rows; None if they do not fit."""
+        plan = self.plan(rows, positions)
+        row = cache(partial(row_bytes, self.target, self.draft, self.config))
+        room = KVCacheBudget(plan.caches, rows, positions, row)
+        asked_for = None not in (self.config.max_batch_size, self.config.max_model_len)
+        if plan.to_allocate <= self.free - (0 if asked_for or self.rows_grow else self.kept_free):
+            return room
+        if not self.rows_grow:
+            return None
+        short = replace(room, limit=self.free - plan.states - plan.workspace - self.kept_free)
+        fits = short.max_rows(positions) >= 1 and short.max_rows(min(LEAST_ROW, positions)) >= rows
+        return short if fits else None
+
+    @property
+    def rows_grow(self) -> bool:
+        return _rows_grow(self.target, self.draft, self.config)
+
+    def shortage(self, rows: int, positions: int) -> str:
+        """Say what these rows need and what there is."""
+        needed = self.plan(rows, positions).to_allocate
+        return f"{needed / GIB:.2f} GiB beside the weights, {max(0, self.free) / GIB:.2f} are {self.source}"
+
+    def refusal(self, rows: int, positions: int) -> str:
+        """Say what these rows need, what there is, and what would fit."""
+        plan, source = self.plan(rows, positions), self.source
+        if self.rows_grow:
+            row = partial(row_bytes, self.target, self.draft, self.config)
+            source += f", of which {self.kept_free / GIB:.2f} are left to other programs" if self.kept_free else ""
+            plan = replace(plan, caches=max(row(positions), rows * row(min(LEAST_ROW, positions))))
+        return (
+            f"{_wanted(rows, positions, rows_grow=self.rows_grow)} need {plan}, "
+            f"but {max(0, self.free) / GIB:.2f} GiB are {source}: "
+            f"{self._hint(rows, positions)}; lower max_batch_size or max_model_len"
+        )
+
+    def _hint(self, rows: int, positions: int) -> str:
+        """Return how many rows of full length would fit, in words."""
+        fits = _most(lambda rows: self.plan(rows, positions).to_allocate <= self.free, rows - 1)
+        return f"{fits} rows of this length would fit" if fits else "not even one row of this length fits"
 
 
 def _wanted(rows: int, positions: int, *, rows_grow: bool) -> str:
@@ -138,13 +256,3 @@ def _rows_grow(target: AnyModel, draft: AnyModel | None, config: EngineConfig) -
     """
     models = [target] if draft is None else [target, draft]
     return all(grows_on(model.device) for model in models) and config.rounds != "device" and config.tensor_parallel == 1
-
-
-def _hint(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int, free: int) -> str:
-    """Return how many rows of full length would fit, in words."""
-
-    def fit(rows: int) -> bool:
-        return plan_memory(target, draft, config, rows, positions).to_allocate <= free
-
-    fits = max(filter(fit, range(1, config.max_batch_size)), default=0)
-    return f"{fits} rows of this length would fit" if fits else "not even one row of this length fits"

@@ -27,7 +27,8 @@ Draft tokens are judged by the tokens that the row gained, verified or not. Unde
 is verified, because dropping a token for its value would bias the distribution. Ending a draft early does not.
 
 Where drafts are not seen before verification (rounds on a device), or every row takes as long as the longest draft, the
-position in the draft is the score, and the same value gives one length for all rows.
+position in the draft is the score, and the same value gives one length for all rows. Between an n-gram draft and a
+model's, which a device makes both, the length of the match decides (``by_match``).
 
 Pricing time at the speed reached so far converges to the highest ratio of tokens to time (Dinkelbach 1967). Related:
 TETRIS (arXiv 2502.15197) and AdaServe (2501.12162) rank draft tokens under a fixed budget; SpecDec++ (2405.19715) and
@@ -46,6 +47,7 @@ from paceline.core.draft import Draft, RoundTiming, Verdict
 from paceline.core.row_keeper import PerRow, RowKeeper, RowKeepers
 from paceline.lengths.auto_round import NOTHING_MISSING, AutoRound, Missing
 from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, UnreadPrompt
+from paceline.lengths.by_match import ChoiceByMatch
 from paceline.lengths.by_position import DEPTHS, LengthsByPosition
 from paceline.lengths.cost import CostModel, RoundTimes
 from paceline.lengths.scores import LONGEST_AUTO, SLOW_FADE, bins_of, bins_of_draft
@@ -86,6 +88,7 @@ class AutoLength(RowKeepers, LengthPolicy):
         self.ngram_drafts = DraftSource(lambda _rows: 1 + SEARCH_GAIN, self._plain_ms)
         self._searches = ranks and (copies or not decoders)
         self._by_position = LengthsByPosition(costs, self.model_drafts, device)
+        self._by_match = ChoiceByMatch() if device is not None and copies and decoders and not ranks else None
         self._sources = [self.model_drafts] if decoders or not ranks else []
         self._sources += [self.ngram_drafts] if self._searches else []
         self._paces: PerRow[tuple[float, float]] = PerRow()  # recent tokens and rounds
@@ -113,7 +116,8 @@ class AutoLength(RowKeepers, LengthPolicy):
 
     @property
     def keepers(self) -> tuple[RowKeeper, ...]:
-        return self._paces, self.model_drafts.calibration.rows, self.ngram_drafts.calibration.rows
+        of_match = () if self._by_match is None else self._by_match.keepers
+        return self._paces, self.model_drafts.calibration.rows, self.ngram_drafts.calibration.rows, *of_match
 
     def expects_to_draft(self, rows: int) -> bool:
         return self._usable(self.model_drafts, rows) and self.model_drafts.speed(rows) > 1
@@ -237,7 +241,8 @@ class AutoLength(RowKeepers, LengthPolicy):
             best = 1 if round_.on_credit else self._by_position.best(round_)
             plan = SpeculationPlan(best, note=round_).within(round_.batch)
             round_.k = round_.passes = best if plan.k == best else self._by_position.at_most(plan.k)
-            return replace(plan, k=round_.k)
+            matches = None if self._by_match is None else self._by_match.least_matches(round_.slots, round_.k)
+            return replace(plan, k=round_.k, least_matches=matches)
         if round_.on_credit:
             round_.k = 1 if len(rows) > 1 else FIRST_DRAFT
             caps = [round_.k if row in rows else 0 for row in range(round_.rows)]
@@ -450,6 +455,8 @@ class AutoLength(RowKeepers, LengthPolicy):
                 for count, depth in zip(verdict.accepted, verdict.depths, strict=True)
             ]
             self.model_drafts.learn(judged, slots)
+            if self._by_match is not None and verdict.matched is not None:
+                self._by_match.learn(verdict, slots)
 
 
 def _accepted_by_slot(batch: Batch, verdict: Verdict) -> dict[int, int]:

@@ -165,7 +165,10 @@ class ShortHead(Protocol):
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of weights that a forward pass reads: of the layers, and of the output head for each token of V."""
+    """Bytes of weights that a forward pass reads: of the layers, and of the output head for each token of V.
+
+    Of a mixture, those of one token's experts.
+    """
 
     layers: int
     token: int

@@ -195,7 +195,7 @@ class EngineService:
         """Decode a short batch of full width, half of it greedy. Lazy initialization happens now, not in a request."""
         engine = self.engine
         tokens = max(1, min(_WARM_UP_TOKENS, engine.max_model_len - 2))
-        for row in range(engine.config.max_batch_size):
+        for row in range(engine.config.rows):
             params = SamplingParams(
                 temperature=row % 2, max_tokens=tokens, seed=row, ignore_eos=True, keep_prefix=False
             )

@@ -259,3 +259,48 @@ def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_the
     parts = backend.attend(q, *cache, backend.plan(where, 600), scale=None, window=None)
     assert torch.equal(parts, whole)
     assert max(sizes) <= most < 3 * whole.nbytes  # of three splits
+
+
+@pytest.mark.parametrize("tiles", ["by shape", "fixed"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_tile_reads_no_keys_after_its_last_query_nor_before_its_firsts_window(tiles: str, window: int | None) -> None:
+    """Masked values would still be multiplied by 0, and NaN x 0 is NaN."""
+    backend, new, dim = RaggedAttention(tiles=TILES[tiles]), 256, 16
+    q, (keys, values) = torch.randn(1, 1, new, dim), (torch.randn(1, 1, new + 1, dim) for _ in range(2))
+    keys, q = keys.to(DEVICE), q.to(DEVICE)
+    plan = backend.plan(torch.arange(new, device=DEVICE)[None], new)
+    clean = backend.attend(q, keys, values.to(DEVICE), plan, scale=None, window=window)
+    for tile in range(new // 64):
+        first = 0 if window is None else max(0, 64 * tile - window + 1) // 64 * 64
+        spoilt = values.clone()
+        spoilt[:, :, :first] = spoilt[:, :, 64 * (tile + 1) :] = torch.nan
+        found = backend.attend(q, keys, spoilt.to(DEVICE), plan, scale=None, window=window)
+        mine = slice(64 * tile, 64 * (tile + 1))
+        assert torch.equal(found[:, :, mine], clean[:, :, mine])
+
+
+@pytest.mark.parametrize("tiles", FEW_TILES)
+def test_idle_rows_read_no_keys(tiles: str) -> None:
+    """Their slots keep prefixes of any length, which cost a round nothing."""
+    backend, (keys, values) = RaggedAttention(tiles=TILES[tiles]), ragged_cache([30, 90, 60], 2, 94, 16, 3)
+    keys, values = keys.to(DEVICE), values.to(DEVICE)
+    where, order = torch.tensor([[59], [29], [89]], device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
+    q = torch.randn(3, 4, 1, 16, device=DEVICE)
+    plans = [backend.plan(where, 90) for _ in range(2)]
+    plans[0].cache_rows, plans[1].cache_rows = Slots(order), Slots(order, live=torch.tensor([2], device=DEVICE))
+    expected = backend.attend(q, keys, values, plans[0], scale=None, window=None)
+    values[1] = torch.nan
+    found = backend.attend(q, keys, values, plans[1], scale=None, window=None)
+    assert torch.equal(found[:2], expected[:2])
+    assert torch.equal(found[2], torch.zeros_like(found[2]))
+
+
+def test_splits_fill_the_last_wave() -> None:
+    """64 rows of 8 key heads on 132 multiprocessors: a tile of 32 queries took two waves for 1.3 waves' work."""
+    for rows, numbers, splits, share in ((64, 32 * 128, 3, 0.96), (32, 32 * 128, 3, 0.96), (64, 16 * 128, 1, 0.77)):
+        places, programs = 132 * ragged.programs_at_once(numbers), 8 * rows
+        assert ragged.splits_for(programs, 64, ragged.programs_at_once(numbers), 132) == splits
+        waves = -(-programs * splits // places)
+        assert programs * splits / (waves * places) >= share
+    assert [ragged.splits_for(8 * rows, 64, 5, 132) for rows in (1, 2, 8, 16)] == [33, 17, 5, 3]
+    assert ragged.splits_for(8, 4, 5, 132) == 4

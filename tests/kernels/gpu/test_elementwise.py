@@ -154,9 +154,10 @@ def test_a_layer_takes_at_most_ten_kernels(
     make: Any, rows: int, new: int, most: int, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nine if attention has one split; in a plain round and in one that verifies."""
-    model = deepcopy(make())
-    if weights == "int8":
-        model.replace_linears(Linears("int8"))
+    model, linears = deepcopy(make()), Linears("int8")
+    for owner, name in model._linears() if weights == "int8" else ():
+        dense = getattr(owner, name)
+        setattr(owner, name, linears(dense.weight, dense.bias))
     found = kernels_of_a_layer(model, rows, new, monkeypatch)
     assert found["triton.attend_kernel"] == 1, found
     assert found["triton.join_kernel"] == (most == 10), found

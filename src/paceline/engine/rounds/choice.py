@@ -14,8 +14,6 @@ from paceline.engine.rounds.round import Speculation
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.decoding.decoder import Decoder
 
-NGRAM_SOURCES = "n-gram drafts from references or parallel samples"
-
 log = logging.getLogger("paceline")
 
 
@@ -80,8 +78,6 @@ def why_no_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None
     features = sampling.step_features
     if width > 1 and (features.adjusts or features.logprobs is not None):
         return "trees with penalties, min_tokens or log-probabilities"
-    if parts.drafter.copies and any(batch.samples):
-        return NGRAM_SOURCES
     if sampling.needs_host:
         return _why_sampling_on_host(sampling)
     return _why_speculation_on_host(parts)

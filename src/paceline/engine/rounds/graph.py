@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Verdict
+from paceline.core.draft import Logprobs, Verdict
 from paceline.core.rows import StepFeatures
 from paceline.engine.rounds.choice import why_no_graph_now
 from paceline.engine.rounds.program import DeviceRound
@@ -18,6 +18,8 @@ from paceline.kernels.gpu.graphs import Ticket
 from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
 from paceline.lengths.base import LengthPolicy
 
+_MOST_COUNTED = 64  # missing tokens that a pass reads rather than that the host waits for the device to count them
+
 
 @dataclass(frozen=True)
 class GraphTicket:
@@ -26,22 +28,25 @@ class GraphTicket:
     record: its record, once the device has finished.
     k: draft tokens per row; the depth of trees. width: siblings at each depth of a tree; 1 for chains.
     features: what the rows asked for at the launch.
+    mixes: whether the record tells which rows had n-gram drafts in place of a model's.
     """
 
     record: Ticket
     k: int
     width: int
     features: StepFeatures
+    mixes: bool = False
     drafted_at = None
 
     def read(self) -> Verdict:
         record = self.record.read()
         if self.width > 1 and self.k > 0:
             return read_trees(record, self.width)
-        if self.features.logprobs is None:
-            return read_record(record)
-        record, logprobs = read_logprobs(record, self.k)
-        return replace(read_record(record), logprobs=logprobs)
+        matched = [line.pop() for line in record] if self.mixes else None
+        logprobs: Logprobs | None = None
+        if self.features.logprobs is not None:
+            record, logprobs = read_logprobs(record, self.k)
+        return replace(read_record(record), logprobs=logprobs, matched=matched)
 
 
 class GraphPlace:
@@ -57,9 +62,10 @@ class GraphPlace:
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
 
-    def capture_ahead(self, seconds: float, progress: Progress = iter) -> Ahead | None:
+    def capture_ahead(self, seconds: float, progress: Progress = iter, rows: int | None = None) -> Ahead | None:
         """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
-        return self.program.capture_ahead(partial(likely_lengths, self._parts.policy), seconds, progress)
+        lengths = partial(likely_lengths, self._parts.policy)
+        return self.program.capture_ahead(lengths, seconds, progress, rows)
 
     def needs_torch(self, batch: Batch) -> bool:
         return True
@@ -68,9 +74,10 @@ class GraphPlace:
         program, features = self.program, batch.sampling.step_features
         k = plan.k if program.can_draft else 0
         longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
+        program.replace_drafts_from(plan.least_matches)
         program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
         record = program.run(batch.rows, k, longest, features, self._missing_tokens(batch, k))
-        return GraphTicket(record, k, program.width, features)
+        return GraphTicket(record, k, program.width, features, mixes=program.mixes and k > 0)
 
     def pause(self) -> None:
         self._drafted = []
@@ -78,7 +85,8 @@ class GraphPlace:
     def _missing_tokens(self, batch: Batch, k: int) -> int:
         """Upper bound, over all rows, of tokens missing in the draft model's cache; it grows in rounds with k = 0.
 
-        The host counts for rows of the last round with draft tokens. For other rows it reads the device.
+        The host counts for rows of the last round with draft tokens, and for others from the tokens that were read with
+        their prompts. It reads the device only if these are many, which later rounds may have read.
         """
         decoders = self._parts.drafter.decoders
         if k == 0 or not decoders:
@@ -86,10 +94,14 @@ class GraphPlace:
             return 0
         running, counted = self._scheduler.running, set(map(id, self._drafted))
         missing = self._missing_after_draft + self._plain_rounds
-        if any(id(sequence) not in counted for sequence in running):
+        others = [sequence for sequence in running if id(sequence) not in counted]
+        if others:
+            known = [batch.length_of(sequence.slot) - min(sequence.num_computed[1:]) for sequence in others]
+            missing = max(missing, max(known) + min(self._plain_rounds, self._scheduler.in_flight))
+        if others and missing > _MOST_COUNTED:
             missing = max(max(decoder.missing_tokens(batch)) for decoder in decoders)
         self._drafted, self._plain_rounds = running, 0
-        self._missing_after_draft = decoders[0].missing_after(k)
+        self._missing_after_draft = self.program.missing_after(k)
         return missing
 
 

@@ -27,16 +27,21 @@ from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.values import DeviceAcceptance, Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
+from paceline.engine.rounds.references import References
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
-from paceline.kernels.gpu.lookup import copied
+from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
 from paceline.kernels.gpu.ops import ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, tree_parents, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# A step is at most half of the rows, from 8 rows on a quarter or 16: 33 rows as 64 took 1.35 times as long as 33
+ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
+# Tokens per row that the draft model's first pass reads beside n-gram drafts, whose tokens it has not read. So few take
+# a GPU as long as one.
+_FED_AFTER_COPIES = 8
 SPAN = 256  # positions: padded attention is captured for multiples of this
 MISSED = (1, 2, 4, 8, 16, 32, 64)  # buckets of tokens likely to be missing in a draft model's cache after plain rounds
 
@@ -44,11 +49,12 @@ MISSED = (1, 2, 4, 8, 16, 32, 64)  # buckets of tokens likely to be missing in a
 class DeviceRound:
     """Runs rounds for the live rows of a batch; ``run`` returns before the device has finished.
 
-    draft: the draft model; None runs rounds without draft tokens, or with n-gram drafts if ``copies``.
+    draft: the draft model; None runs rounds without draft tokens, or with n-gram drafts if ``copies``. With both, an
+        n-gram draft replaces the model's in rows with a match that is long enough (``replace_drafts_from``).
     ops: the kernels, or their reference implementation; None chooses by device.
     capture: False runs the programs uncaptured on CUDA, too.
     width: W of trees; 1 drafts chains. Trees need the coupled rule, and rows without penalties or log-probabilities.
-    copies: draft what followed the row's last tokens earlier in its own text (prompt lookup).
+    copies: draft what followed the row's last tokens earlier in its own text (prompt lookup) or in its references.
     """
 
     def __init__(
@@ -64,7 +70,10 @@ class DeviceRound:
         copies: bool = False,
     ) -> None:
         assert width == 1 or rule == DeviceAcceptance(), "trees need the coupled rule"
-        self.can_draft = draft is not None or copies
+        self.can_draft, self.copies = draft is not None or copies, copies
+        self.mixes = copies and draft is not None
+        self._references = References(batch) if copies else None
+        self._least_matches = Upload(batch.device, [LONGEST_SUFFIX] * batch.capacity)
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.capacity
@@ -72,7 +81,8 @@ class DeviceRound:
         ranks = target.model if isinstance(target.model, SharedModel) else None
         self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, other_ranks=ranks)
         per_position = 2 + 2 * LOGPROB_SIZES[-1]  # token and log-probability: of the token itself and of the likeliest
-        self._ring = Ring(batch.device, self.capacity * (per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
+        per_row = per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL + 1  # one more: tokens matched
+        self._ring = Ring(batch.device, self.capacity * per_row)
         self._tree_parents = torch.tensor(tree_parents(MAX_SPECULATION_LENGTH, width), device=batch.device)
 
     @contextmanager
@@ -93,6 +103,27 @@ class DeviceRound:
         """Set each row's limit of draft tokens for the rounds that follow. Uploads only if a limit has changed."""
         self._caps.set([*caps, *[0] * (self.capacity - len(caps))])
 
+    def replace_drafts_from(self, least_matches: Sequence[int] | None) -> None:
+        """Set the tokens that a match needs in each live row, so that its n-gram draft replaces the model's.
+
+        None: as many as are searched for. Uploads only if a number has changed.
+        """
+        known = [] if least_matches is None else least_matches
+        self._least_matches.set([*known, *[LONGEST_SUFFIX] * (self.capacity - len(known))])
+
+    @property
+    def fed_tokens(self) -> int:
+        """Tokens per row that a round feeds to the draft model before its first draft token."""
+        if self.draft is None:
+            return 0
+        return max(self.draft.fed_tokens, _FED_AFTER_COPIES) if self.mixes else self.draft.fed_tokens
+
+    def missing_after(self, k: int) -> int:
+        """Return the most tokens of a row that the draft model's cache may miss after a round of ``k`` draft tokens."""
+        if self.draft is None:
+            return 0
+        return k + 1 if self.mixes else self.draft.missing_after(k)
+
     def run(self, rows: int, k: int, longest: int, features: StepFeatures = NOTHING, missing: int = 0) -> Ticket:
         """Launch a round of k draft tokens for ``rows`` live rows. Return the ticket of its record.
 
@@ -103,27 +134,33 @@ class DeviceRound:
 
         The record [bucket, k + 4] int64 holds tokens, accepted, drafted, gained (``gpu.state.read_record``). The
         log-probabilities that rows ask for follow (``gpu.state.read_logprobs``). For trees k is the depth, and the
-        record [bucket, 2 N + 4] also holds the path (``gpu.state.read_trees``).
+        record [bucket, 2 N + 4] also holds the path (``gpu.state.read_trees``). With ``mixes`` and k > 0 the last
+        column is the number of tokens matched in rows with an n-gram draft, 0 in others.
         """
         k = self._feasible_length(k)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, missing, longest)
-        record = self.graphs.run(*self._round(self.bucket(rows), k, self._span(longest + k * self.width), features))
+        searches = k > 0 and self._references is not None and self._references.follow(self.batch)
+        span = self._span(longest + k * self.width)
+        record = self.graphs.run(*self._round(self.bucket(rows), k, span, features, searches))
         return self._ring.push(record)
 
     def _feasible_length(self, k: int) -> int:
         """Return the draft length that a round planned with k draft tokens can have."""
         return min(k, MAX_SPECULATION_LENGTH // self.width) if self.can_draft else 0
 
-    def _round(self, bucket: int, k: int, span: int, features: StepFeatures) -> Named:
-        return (bucket, k, span, features), lambda: self.program(bucket, k, span, features)
+    def _round(self, bucket: int, k: int, span: int, features: StepFeatures, references: bool = False) -> Named:
+        key = bucket, k, span, features
+        if references:
+            return (*key, "references"), lambda: self.program(*key, references=True)
+        return key, lambda: self.program(*key)
 
     def catch_up(self, rows: int, missing: int, longest: int) -> None:
         """Feed the draft model up to ``missing`` tokens per row, except the last ones, which the round itself feeds."""
         assert self.draft is not None, "there is no draft model"
-        if missing <= self.draft.fed_tokens:
+        if missing <= self.fed_tokens:
             return
-        width = 1 << (missing - self.draft.fed_tokens - 1).bit_length()
+        width = 1 << (missing - self.fed_tokens - 1).bit_length()
         self.graphs.run(*self._catch_up_program(self.bucket(rows), width, self._span(longest)))
 
     def _catch_up_program(self, bucket: int, width: int, span: int) -> Named:
@@ -143,7 +180,11 @@ class DeviceRound:
         return (self.bucket(batch.rows), k, span, batch.sampling.step_features) in self.graphs
 
     def capture_ahead(
-        self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
+        self,
+        lengths: Callable[[int], Sequence[int]],
+        seconds: float,
+        progress: Progress = iter,
+        rows: int | None = None,
     ) -> Ahead | None:
         """Capture the programs that ``likely`` lists until a limit is reached (``gpu.ahead``). None if nothing is.
 
@@ -151,12 +192,12 @@ class DeviceRound:
         """
         if not self.graphs.captures:
             return None
-        return capture_ahead(self.graphs, self.likely(lengths), seconds, progress)
+        return capture_ahead(self.graphs, self.likely(lengths, rows), seconds, progress)
 
-    def likely(self, lengths: Callable[[int], Sequence[int]]) -> Iterator[Named]:
+    def likely(self, lengths: Callable[[int], Sequence[int]], rows: int | None = None) -> Iterator[Named]:
         """Yield the programs that requests will need, the likeliest first.
 
-        lengths: returns the draft lengths for a number of rows, the likeliest first.
+        lengths: returns the draft lengths for a number of rows, the likeliest first. rows: the most; None: all.
 
         Short spans come before long ones, if attention depends on the span. For each span, rounds for temperature alone
         come first, then catch-up programs of the draft model. Rounds with cuts (top-p, top-k, min-p) come last; chats
@@ -166,31 +207,33 @@ class DeviceRound:
         changes with every request that comes or ends; other lengths occur mostly as rows end.
         """
         for span in self._spans():
-            yield from self._likely_rounds(lengths, span, NOTHING)
-            yield from self._likely_catch_ups(lengths, span)
-            yield from self._likely_rounds(lengths, span, StepFeatures(cuts=True))
+            buckets = self._buckets(self.capacity if rows is None else rows)
+            yield from self._likely_rounds(lengths, buckets, span, NOTHING)
+            yield from self._likely_catch_ups(lengths, buckets, span)
+            yield from self._likely_rounds(lengths, buckets, span, StepFeatures(cuts=True))
 
     def _likely_rounds(
-        self, lengths: Callable[[int], Sequence[int]], span: int, features: StepFeatures
+        self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int, features: StepFeatures
     ) -> Iterator[Named]:
-        buckets = self._buckets()
         ks = [dict.fromkeys(map(self._feasible_length, lengths(bucket))) for bucket in buckets]
         for ks_of_buckets in zip_longest(*ks):
             for bucket, k in zip(buckets, ks_of_buckets, strict=True):
                 if k is not None:
                     yield self._round(bucket, k, span, features)
 
-    def _likely_catch_ups(self, lengths: Callable[[int], Sequence[int]], span: int) -> Iterator[Named]:
+    def _likely_catch_ups(
+        self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int
+    ) -> Iterator[Named]:
         """Yield catch-up programs for the buckets whose likeliest round is plain, but which may draft later."""
         for width in MISSED if self.draft is not None else ():
-            for bucket in self._buckets():
+            for bucket in buckets:
                 first, *others = lengths(bucket)
                 if first == 0 and others:
                     yield self._catch_up_program(bucket, width, span)
 
-    def _buckets(self) -> list[int]:
-        """Return all buckets: one row first (an idle server), then all rows (full load), then the others."""
-        known = sorted({self.bucket(rows) for rows in (*ROW_BUCKETS, self.capacity)})
+    def _buckets(self, rows: int) -> list[int]:
+        """Return the buckets of up to ``rows`` rows: one row first (an idle server), then all, then the others."""
+        known = sorted({self.bucket(size) for size in (*ROW_BUCKETS, rows) if size <= rows})
         return list(dict.fromkeys((known[0], known[-1], *known)))
 
     def _span(self, longest: int) -> int:
@@ -203,23 +246,29 @@ class DeviceRound:
         limit = self.target.cache.positions + 1
         return list(dict.fromkeys(map(self._span, range(SPAN, limit + SPAN, SPAN))))
 
-    def program(self, rows: int, k: int, span: int, features: StepFeatures = NOTHING) -> Tensor:
+    def program(
+        self, rows: int, k: int, span: int, features: StepFeatures = NOTHING, *, references: bool = False
+    ) -> Tensor:
         """The round itself, on the first ``rows`` of ``Batch.slot_order``. Returns the record.
 
-        It reads nothing back to the host.
+        It reads nothing back to the host. references: whether the rows' references are searched, too.
         """
         state = self.batch.state(rows)
         before = state.length.clone()
-        draft = self._draft(state, before, k, span, features)
+        drafted = draft = self._draft(state, before, k, span, features)
+        matched: Tensor | None = None
+        if self.copies and k > 0:
+            draft, matched = self._copies(state, k, span, references)
+        if self.mixes and matched is not None:
+            draft, matched = self._mixed(drafted, draft, matched)
         logits = self._verify(state, before, draft, span)
         shaped = self._shaped(logits, state, features, draft.tokens)
-        record = self.ops.accept(draft, shaped, state, self.rule, self.width)
-        kept = before.new_full((state.rows,), k - 1) if draft.parents is None else self._keep(state, before, record, k)
+        record = found = self.ops.accept(draft, shaped, state, self.rule, self.width)
         if k > 0 and self.draft is not None:
-            self._rewind(state, before, kept)
-        if features.logprobs is None:
-            return record
-        return with_logprobs(record, self.ops.logprobs(logits, record, features.logprobs))
+            self._rewind(state, before, self._kept(state, before, record, drafted, draft))
+        if features.logprobs is not None:
+            found = with_logprobs(record, self.ops.logprobs(logits, record, features.logprobs))
+        return torch.cat([found, matched[:, None]], dim=1) if self.mixes and matched is not None else found
 
     def _shaped(
         self, logits: Tensor, state: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0
@@ -234,16 +283,55 @@ class DeviceRound:
 
     def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         if self.draft is None:
-            return self._draft_lookup(state, k, span)
+            return DraftTensors(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
         drafts = self._draft_trees if self.width > 1 and k > 0 else self._draft_chain
         return drafts(state, before, k, span, features)
 
-    def _draft_lookup(self, state: RowState, k: int, span: int) -> DraftTensors:
-        """Draft k tokens per row from its own text; none if its last tokens do not occur earlier."""
-        if k == 0:
-            return DraftTensors(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
-        tokens, matched = copied(state.slots.of(state.text[:, :span]), state.length, k, LONGEST_SUFFIX)
-        return DraftTensors(tokens, self._caps.device[: state.rows].clamp(max=k) * (matched > 0))
+    def _copies(self, state: RowState, k: int, span: int, references: bool) -> tuple[DraftTensors, Tensor]:
+        """Draft up to k tokens per row from its own text or its references. Returns the tokens matched, [B], too.
+
+        The longer match wins, and the own text's of equal ones. A row without a match has no draft tokens.
+        """
+        text = state.slots.of(state.text[:, :span])
+        tokens, matched = copied(text, state.length, k, LONGEST_SUFFIX)
+        real = torch.full_like(matched, k)
+        if references:
+            assert self._references is not None
+            suffix = suffix_of(text, state.length, LONGEST_SUFFIX)
+            table, size = (state.slots.of(each) for each in (self._references.table, self._references.size))
+            others, count, longer = copied_from(table, size, suffix, k)
+            tokens = torch.where((longer > matched)[:, None], others, tokens)
+            real, matched = torch.where(longer > matched, count, real), torch.maximum(longer, matched)
+        counts = torch.minimum(self._caps.device[: state.rows], real) * (matched > 0)
+        return DraftTensors(tokens, counts), matched
+
+    def _mixed(self, drafted: DraftTensors, copies: DraftTensors, matched: Tensor) -> tuple[DraftTensors, Tensor]:
+        """Replace the model's draft by the n-gram draft in rows whose match is long enough.
+
+        Returns the tokens matched, [B], in these rows, and 0 in the others.
+        """
+        takes = matched >= self._least_matches.device[: len(matched)]
+        tokens = torch.where(takes[:, None], copies.tokens, drafted.tokens)
+        logits = drafted.logits
+        if logits is not None:  # a copied token was drawn with probability 1
+            certain = torch.full_like(logits, -torch.inf).scatter_(2, copies.tokens[..., None], 0.0)
+            logits = torch.where(takes[:, None, None], certain, logits)
+        counts = torch.where(takes, copies.counts, drafted.counts)
+        return DraftTensors(tokens, counts, logits=logits), matched * takes
+
+    def _kept(
+        self, state: RowState, before: Tensor, record: Tensor, drafted: DraftTensors, verified: DraftTensors
+    ) -> Tensor:
+        """Return how many of each row's new tokens the draft model has read, [B]: it never reads its last draft token.
+
+        The numbers may exceed the accepted tokens, which are counted later.
+        """
+        if verified.parents is not None:
+            return self._keep(state, before, record, drafted.k // self.width)
+        if verified is drafted:
+            return before.new_full((state.rows,), drafted.k - 1)
+        same = record[:, : drafted.k] == drafted.tokens
+        return same.long().cumprod(1).sum(1).clamp(max=drafted.k - 1)
 
     def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         """Draft k tokens per row with the draft model, one after the other."""
@@ -283,7 +371,7 @@ class DeviceRound:
         step = proposed.shape[1]
         if step > 0:
             return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span, state.slots))
-        text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.fed_tokens)
+        text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
     def _verify(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:

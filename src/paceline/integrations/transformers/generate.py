@@ -341,7 +341,7 @@ def _check_logits(llm: LLM, model: PreTrainedModel) -> None:
 def _options(llm: LLM, model: PreTrainedModel, assistant: PreTrainedModel | None, call: _Call) -> EngineOptions:
     """Options of the next engine, large enough for this call and for earlier ones."""
     options, engine = _sized(model, assistant, call), llm.engine
-    options["max_batch_size"] = max(call.rows, engine.config.max_batch_size)
+    options["max_batch_size"] = max(call.rows, engine.config.rows)
     options["max_model_len"] = max(_positions(model, assistant, call), engine.max_model_len)
     return options
 

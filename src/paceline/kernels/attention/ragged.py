@@ -34,6 +34,7 @@ def attend_kernel(
     v: tl.tensor,
     positions: tl.tensor,
     cache_rows: tl.tensor,
+    live: tl.tensor,
     tree: tl.tensor,
     partial: tl.tensor,
     levels: tl.tensor,
@@ -69,6 +70,7 @@ def attend_kernel(
     SINKS: tl.constexpr,
     TREE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
+    IDLE_ROWS: tl.constexpr,
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, V] and levels [splits, B, L, H], both float32.
 
@@ -79,7 +81,10 @@ def attend_kernel(
         positions: tree [B, L, L] int32 holds the indices of the new tokens on its path. Each token then loads its own
         keys, and gets the bits of plain decoding.
 
-    cache_rows: [B] int64, each row's place in k and v.
+    cache_rows: [B] int64, each row's place in k and v. live: with IDLE_ROWS, [1] int64: rows from this number on are
+        idle. They read no keys, and their result is 0.
+
+    A tile reads keys from its first query's window up to its last query's position, not up to its row's.
 
     levels: base-2 logarithm of the sum of the split's weights, -inf where it holds no visible key.
 
@@ -108,15 +113,18 @@ def attend_kernel(
 
     query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
     base = tl.load(positions + row * new_tokens).to(tl.int32)
-    last = tl.load(positions + row * new_tokens + new_tokens - 1).to(tl.int32)
+    first = base
+    last = tl.max(query_at, 0)
+    if TREE == "none":
+        first = tl.min(tl.where(real, query_at, 2147483647), 0)
     if TREE == "ancestors":  # the new keys lie side by side from the root's position on, whatever their own positions
         last = base + new_tokens - 1
-    if TREE == "paths":
-        last = tl.load(positions + row * new_tokens + alone).to(tl.int32)
     end = tl.minimum(last + 1, longest)
+    if IDLE_ROWS:
+        end = tl.where(row < tl.load(live), end, 0)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(base - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT_SIZE > 0:
         start = tl.maximum(split * SPLIT_SIZE, begin)
         stop = tl.minimum((split + 1) * SPLIT_SIZE, end)
@@ -267,6 +275,11 @@ class Tiles:
 
 FIXED = Tiles(queries=_SMALLEST_TILE, positions=64, split=256)
 _MOST_SPLITS = 64
+_MORE_SPLITS = 3  # splits beyond those that two programs for every multiprocessor need
+_SPLIT_COST = 0.03  # of one more split, whose results are written and joined, in times of the attention without splits
+# Programs on a multiprocessor by numbers of a tile of queries, from their registers on sm_90 (docs/gpu-kernels.md):
+# 85, 140 and 170 a thread, of 4, 4 and 8 warps
+_AT_ONCE = {16 * 128: 5, 32 * 128: 3, 64 * 128: 1}
 _LARGEST_TILE = 64  # queries of a tile
 _LARGEST_NUMBERS = 64 * 128  # numbers of a tile of queries: more take too many registers
 _FIRST_WITH_ASYNC_COPIES = 8, 0  # compute capability
@@ -320,9 +333,9 @@ class RaggedAttention:
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         positions = self.tiles.positions_for(tile, widest, q.element_size(), q.device)
-        splits, split_size = self._splits(rows * groups * tiles, plan.longest, q.device)
+        splits, split_size = self._splits(rows * groups * tiles, plan.longest, tile * widest, q.device)
         joined = splits if splits > 1 else 0
-        most = max(tile, _MOST_SCRATCH // (4 * max(joined, 1) * rows * heads * value_dim))
+        most = _most_new_tokens(tile, joined, rows, heads, value_dim)
         if joined and length > most and plan.ancestors is None:
             plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
             pieces = zip(torch.split(q, most, 2), plans, strict=True)
@@ -335,12 +348,15 @@ class RaggedAttention:
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
         out = torch.empty((rows, length, heads, value_dim), dtype=q.dtype, device=q.device)
         q = q if q.stride(-1) == 1 else q.contiguous()
+        live = None if plan.cache_rows is None else plan.cache_rows.live
+        cache_rows = torch.arange(rows, device=q.device) if plan.cache_rows is None else plan.cache_rows.index
         attend_kernel[(splits, rows * groups, tiles)](
             q,
             k_cache,
             v_cache,
             plan.positions,
-            torch.arange(rows, device=q.device) if plan.cache_rows is None else plan.cache_rows.index,
+            cache_rows,
+            cache_rows if live is None else live,
             tree,
             partial,
             levels,
@@ -370,6 +386,7 @@ class RaggedAttention:
             SINKS=terms.sinks is not None,
             TREE=kind,
             HEAD_TILES=head_tiles,
+            IDLE_ROWS=live is not None,
             num_warps=self.tiles.warps_for(tile, widest),
             num_stages=self.tiles.stages_for(widest, q.element_size()),
         )
@@ -389,13 +406,56 @@ class RaggedAttention:
             return "ancestors", plan.ancestors.view(torch.int8)
         return "paths", plan.paths
 
-    def _splits(self, programs: int, longest: int, device: torch.device) -> tuple[int, int]:
-        """Number of splits, and their size in positions (0: each row's positions are shared evenly)."""
+    def _splits(self, programs: int, longest: int, numbers: int, device: torch.device) -> tuple[int, int]:
+        """Number of splits, and their size in positions (0: each row's positions are shared evenly).
+
+        programs: without splits. numbers: of a tile of queries.
+        """
         if self.tiles.split is not None:
             return triton.cdiv(longest, self.tiles.split), self.tiles.split
-        wanted = triton.cdiv(2 * multiprocessors(device), programs)
         most = min(_MOST_SPLITS, triton.cdiv(longest, 2 * self.tiles.positions))
-        return max(1, min(wanted, most)), 0
+        return splits_for(programs, most, programs_at_once(numbers), multiprocessors(device)), 0
+
+
+def programs_at_once(numbers: int) -> int:
+    """Programs that the registers of a multiprocessor hold, of tiles of ``numbers`` numbers of queries."""
+    return next((count for largest, count in _AT_ONCE.items() if numbers <= largest), 1)
+
+
+def splits_for(programs: int, most: int, at_once: int, multiprocessors: int) -> int:
+    """Number of splits, at most ``most``, with which the programs fill a GPU.
+
+    Two programs for every multiprocessor if all of them run at once. If not, they run in waves, and few more splits may
+    fill the last one better. at_once: programs on a multiprocessor.
+    """
+    places = at_once * multiprocessors
+    wanted = max(1, min(-(-2 * multiprocessors // programs), most))
+    if programs * wanted <= places:
+        return wanted
+
+    def cost(splits: int) -> float:
+        return -(-programs * splits // places) / splits + _SPLIT_COST * splits
+
+    return min(range(wanted, max(wanted, min(most, wanted + _MORE_SPLITS)) + 1), key=cost)
+
+
+def _most_new_tokens(tile: int, splits: int, rows: int, heads: int, dim: int) -> int:
+    """New tokens of a row that are attended to at once, so that the results of the splits stay small."""
+    return max(tile, _MOST_SCRATCH // (4 * max(splits, 1) * rows * heads * dim))
+
+
+def scratch_bytes(rows: int, heads: int, length: int, dim: int, longest: int) -> int:
+    """Bytes of the splits' results with ``FIXED`` tiles, where long contexts have many.
+
+    rows of ``length`` new tokens, which see at most ``longest`` positions.
+    """
+    assert FIXED.queries is not None
+    assert FIXED.split is not None
+    splits = triton.cdiv(longest, FIXED.split)
+    if splits == 1:
+        return 0
+    length = min(length, _most_new_tokens(FIXED.queries, splits, rows, heads, dim))
+    return 4 * int(splits) * rows * length * heads * (dim + 1)
 
 
 def _tile(queries: int, dtype: torch.dtype, width: int) -> int:

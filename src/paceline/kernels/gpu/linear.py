@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.errors import ParameterError
 from paceline.kernels.gpu.launch import capability, interpreted, multiprocessors, shared_memory
 
 log = logging.getLogger("paceline")
@@ -38,6 +39,7 @@ _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some 
 _LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
 _WIDEN_BLOCK = 1024  # stored weights per program of ``widen``
 _TOLERANCE = 0.05  # of ``is_right``: three roundings to bf16 explain 0.012; the known mistake exceeded the numbers
+_NUMBERS_AT_ONCE = 1 << 24  # of a matrix that is quantised: 64 MiB in float32, a few times
 _GROUP = tl.constexpr(64)  # inputs: the 16 bits of a pair hold the weights of inputs i and i + 32 of a group
 
 # Each takes two pairs, [a, b] and [c, d] with a and c in the low bytes, and returns (a, c) and (b, d). The bits of a
@@ -271,14 +273,26 @@ def unpaired(pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(weight: Tensor, to: Format) -> Quantized:
-    """Quantise with one scale per output: the largest amplitude becomes the format's largest number."""
-    inputs = weight.shape[1]
+    """Quantise with one scale per output: the largest amplitude becomes the format's largest number.
+
+    It takes the result's memory and ``_NUMBERS_AT_ONCE`` numbers in float32.
+    """
+    outputs, inputs = weight.shape
     if to == "same":
         return Quantized(weight, None, inputs)
     largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
-    scales = weight.float().abs().amax(1).clamp(min=1e-30) / largest
-    values = weight.float() / scales[:, None]
-    return Quantized(paired(values.round().to(torch.int8)) if to == "int8" else values.to(_FP8), scales, inputs)
+    pairs = triton.cdiv(inputs, _GROUP.value) * _GROUP.value // 2
+    width, dtype = (pairs, torch.int16) if to == "int8" else (inputs, _FP8)
+    scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
+    values = torch.empty((outputs, width), dtype=dtype, device=weight.device)
+    lines = max(1, _NUMBERS_AT_ONCE // inputs)
+    pieces = (torch.split(table, lines) for table in (weight, scales, values))
+    for given, scale, quantised in zip(*pieces, strict=True):
+        wide = given.float()
+        scale.copy_(wide.abs().amax(1).clamp(min=1e-30) / largest)
+        wide = wide / scale[:, None]
+        quantised.copy_(paired(wide.round().to(torch.int8)) if to == "int8" else wide.to(_FP8))
+    return Quantized(values, scales, inputs)
 
 
 def widening(weight: Tensor, x: Tensor) -> str:
@@ -391,7 +405,8 @@ class Linears:
     """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and chooses their tiles by shape.
 
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
-    timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one.
+    timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one
+        whose product is right.
     tiles: the tiles chosen so far, by shape; ``models.load.kept_tiles`` fills it when a model is loaded.
     """
 
@@ -421,14 +436,30 @@ class Linears:
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
 
     def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
-        """The tile for x's rows, measured once per shape if there is a timer. None: torch's own product."""
+        """The tile for x's rows, checked once per shape, and measured if there is a timer. None: torch's own product.
+
+        A shape's first use is never inside a CUDA graph: programs are run once before they are captured.
+        """
         if x.shape[0] > LARGEST_ROWS and not self.deterministic:
             return None
         shape = self.shape(layer, x.shape[0])
         if shape not in self.tiles:
-            first = self.candidates(layer, x)[0]
-            self.tiles[shape] = first if self._timer is None else self.fastest(layer, x, self._timer)
+            timer, probe = self._timer, _probe(x, shape)
+            self.tiles[shape] = self.first_right(layer, probe) if timer is None else self.fastest(layer, x, timer)
         return self.tiles[shape]
+
+    def first_right(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
+        """The first candidate for x's rows whose product is right on this GPU.
+
+        Raises ParameterError if there is none in deterministic mode, which does not use torch's product.
+        """
+        expected = layer.run(x, None)
+        for tile in self.candidates(layer, x):
+            if tile is None or is_right(layer, x, tile, expected):
+                return tile
+        if self.deterministic:
+            raise ParameterError("deterministic", True, "False: every kernel computes wrong products on this GPU")
+        return None
 
     def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
         """The fastest candidate for x's rows whose product is right on this GPU: a compiler had one of them wrong."""
@@ -437,6 +468,12 @@ class Linears:
         tiles = right or [None]
         timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
         return tiles[min(timed)[1]]
+
+
+def _probe(x: Tensor, shape: Shape) -> Tensor:
+    """Random activations like x, which itself may be of a broken prompt, for a whole tile of rows."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(shape[2], shape[1], dtype=x.dtype, device=x.device, generator=generator)
 
 
 def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile, expected: Tensor) -> bool:

@@ -118,13 +118,14 @@ class Decoder(CachedRows):
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """Run tokens starts[i] .. stops[i] - 1 of the sequence in slot rows[i], without logits.
 
-        A FlatModel runs them in one pass. Other models run each group of consecutive rows in one padded pass.
+        A FlatModel runs them in one pass, other models in one padded pass with ragged attention. With other attention
+        each group of consecutive rows is a pass.
         """
         parts = [part for part in zip(rows, starts, stops, strict=True) if part[1] < part[2]]
         if parts:
             self.passes.fill([Part(row, start, batch.text[row, start:stop]) for row, start, stop in parts])
         for row, _, stop in parts:
-            self.num_computed_tokens[row] = stop
+            self.num_computed_tokens[row].fill_(stop)
 
     def read(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[Tensor]:
         """Run tokens as ``prefill`` does -> hidden [stops[i] - starts[i], width] of each slot, which has some."""

@@ -21,6 +21,7 @@ from paceline.core.draft_tensors import DraftTensors, real_places
 from paceline.core.nodes import Nodes, Tree
 from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
+from paceline.core.uploads import uploaded
 from paceline.kernels.attention import AttentionBackend, Plan
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.models.base import AnyModel, FlatModel, Model, RowAdapters
@@ -184,17 +185,19 @@ class PaddedPasses(Passes):
         self._run(parts, text=True)
 
     def _run(self, parts: Sequence[Part], *, text: bool) -> list[Tensor]:
-        """Each group of consecutive slots is one pass, over a view of the cache."""
+        """Ragged attention takes all slots in one pass; others each group of consecutive ones, a view of the cache."""
+        if self._backend.name == "ragged":
+            return self._run_at_once(parts, text=text)
         hidden: list[Tensor] = []
         for _, run in groupby(enumerate(parts), lambda entry: entry[1].slot - entry[0]):
-            hidden += self._run_consecutive([part for _, part in run], text=text)
+            hidden += self._run_at_once([part for _, part in run], text=text)
         return hidden
 
-    def _run_consecutive(self, parts: Sequence[Part], *, text: bool) -> list[Tensor]:
+    def _run_at_once(self, parts: Sequence[Part], *, text: bool) -> list[Tensor]:
         slots, firsts, texts = zip(*parts, strict=True)
         device, sizes = texts[0].device, [len(text) for text in texts]
         tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-        start, counts = torch.tensor(firsts, device=device), torch.tensor(sizes, device=device)
+        start, counts = uploaded(firsts, device), uploaded(sizes, device)
         longest = max(firsts) + max(sizes)
         hidden = self.forward(tokens, start, longest, Slots.listed(slots, device), counts, text=text)
         return [of_row[:size] for of_row, size in zip(hidden, sizes, strict=True)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,6 +38,33 @@ class Checkpoint:
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Read the weights, by the names of ``weights.slots``. Raises ModelFormatError for numbers beyond ``dtype``."""
         return assemble(self.placements, dtype, device)
+
+    def tensors_on_demand(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the weights as ``tensors`` does, but read each when it is asked for."""
+        return _TensorsOnDemand(self.placements, dtype, device)
+
+
+class _TensorsOnDemand(Mapping[str, Tensor]):
+    """Tensors by name that are read when they are asked for, and held only while someone else holds them."""
+
+    def __init__(self, placements: Sequence[Placement], dtype: torch.dtype, device: torch.device) -> None:
+        self._placements: dict[str, list[Placement]] = {}
+        for placement in placements:
+            self._placements.setdefault(placement.slot.target, []).append(placement)
+        self._dtype, self._device = dtype, device
+        self._held: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self._held.get(name)
+        if held is None:
+            held = self._held[name] = assemble(self._placements[name], self._dtype, self._device)[name]
+        return held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
 
 
 def as_stored(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTensor]) -> DecoderSpec:

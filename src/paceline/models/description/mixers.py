@@ -86,6 +86,7 @@ def _delta_of(spec: DeltaNetSpec, name: str, weights: Mapping[str, Tensor]) -> D
 def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Mamba2:
     return Mamba2(
         heads=spec,
+        gates=LinearWeights(weights[f"{name}step.weight"]),
         conv=_conv_of(name, weights),
         conv_bias=weights.get(f"{name}conv.bias"),
         rate=_rate_of(name, weights),

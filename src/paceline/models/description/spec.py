@@ -301,6 +301,8 @@ class DecoderSpec:
     headless: whether the checkpoint may lack an output head: its configuration names a model without one. The embedding
         then stands in its place, and texts are embedded only.
     token_inputs: what every layer reads of each token besides; None: nothing.
+    mtp: whether it is a draft head of another model (multi-token prediction): its first layer's input is fc(norm of a
+        token's embedding, norm of a hidden state); embedding and output head are the other model's.
     """
 
     family: str
@@ -322,6 +324,7 @@ class DecoderSpec:
     head_bias: bool = False
     headless: bool = False
     token_inputs: TokenInputsSpec | None = None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         check(self.max_positions > 0, f"max_position_embeddings={self.max_positions}")

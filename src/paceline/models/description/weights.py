@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -79,6 +79,8 @@ class Slot:
     experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
         belongs to; None: it has rows of all.
     source: name of the weight that is stored for this one, too; None: its own.
+    order: takes the weight's rows of the stored ones, in their order here; None: they are as stored.
+    stored: shape of the stored tensor; None: the weight's.
     """
 
     target: str
@@ -88,6 +90,8 @@ class Slot:
     experts: int = 0
     expert: int | None = None
     source: str | None = None
+    order: Callable[[Tensor], Tensor] | None = None
+    stored: tuple[int, ...] | None = None
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -172,14 +176,37 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
             yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
 
 
-def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
-    heads, values = spec.value_heads, spec.value_heads * spec.value_dim
-    yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
-    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
+def _delta_slots(spec: DeltaNetSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    heads, values, shared = spec.value_heads, spec.value_heads * spec.value_dim, spec.value_heads // spec.key_heads
+    of_values = shared * spec.value_dim
+    if f"{layer}in_qkvz.weight" in stored:
+        yield _by_key_head(
+            f"{layer}in_qkvz", f"{layer}qkv", (spec.key_dim, spec.key_dim, of_values, of_values), spec, width
+        )
+    else:
+        yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
+    if f"{layer}beta_decay.weight" in stored:
+        yield _by_key_head(f"{layer}beta_decay", f"{layer}beta_decay", (shared, shared), spec, width)
+    else:
+        yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
     yield from _linear_slots("o", {"o": width}, values, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer)
     for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _by_key_head(name: str, target: str, parts: Sequence[int], spec: DeltaNetSpec, width: int) -> tuple[str, Slot]:
+    """Return the slot of a matrix whose rows are stored key head by key head (Qwen3-Next).
+
+    parts: rows of a key head in each part of the matrix, which are apart in the target.
+    """
+    total = spec.key_heads * sum(parts)
+
+    def order(rows: Tensor) -> Tensor:
+        by_head = rows.reshape(spec.key_heads, sum(parts), *rows.shape[1:])
+        return torch.cat([part.flatten(0, 1) for part in by_head.split_with_sizes(list(parts), 1)])
+
+    return f"{name}.weight", Slot(f"{target}.weight", (total, width), total=total, order=order)
 
 
 def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slots:
@@ -189,12 +216,27 @@ def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slo
 
 
 def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
-    yield from _linear_slots("qkv", {"qkv": spec.width + spec.channels + spec.heads}, width, False, layer)
+    yield from _in_proj_slots(spec, width, layer)
     yield from _linear_slots("o", {"o": width}, spec.width, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer, spec.conv_bias)
     sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": spec.width}
     for name, size in sizes.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _in_proj_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
+    """Yield the slots of one stored matrix: gates of the output, channels and steps, in another order than here."""
+    inner, channels, whole = spec.width, spec.channels, (spec.width + spec.channels + spec.heads, width)
+
+    def rows(target: str, chosen: slice, first: int, total: int) -> Slot:
+        shape, source = (chosen.stop - chosen.start, width), f"{layer}in_proj.weight"
+        return Slot(
+            f"{layer}{target}.weight", shape, first, total, source=source, order=lambda x: x[chosen], stored=whole
+        )
+
+    yield f"{layer}in_qkv.weight", rows("qkv", slice(inner, inner + channels), 0, inner + channels)
+    yield f"{layer}out_gate.weight", rows("qkv", slice(0, inner), channels, inner + channels)
+    yield f"{layer}step.weight", rows("step", slice(inner + channels, whole[0]), 0, spec.heads)
 
 
 def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
@@ -205,7 +247,7 @@ def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
 
 def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if isinstance(spec, DeltaNetSpec):
-        return _delta_slots(spec, width, layer)
+        return _delta_slots(spec, width, layer, stored)
     if isinstance(spec, Mamba2Spec):
         return _mamba2_slots(spec, width, layer)
     if isinstance(spec, ShortConvSpec):
@@ -314,13 +356,19 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
         yield from _norm_slots(spec, f"{name}input_out_norm")
 
 
+def _mtp_slots(spec: DecoderSpec) -> Slots:
+    yield from _linear_slots("mtp.fc", {"mtp.fc": spec.width}, 2 * spec.width, False)
+    for norm in ("mtp.embedding_norm", "mtp.hidden_norm"):
+        yield from _norm_slots(spec, norm)
+
+
 def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Return the slot of every weight that a model has, by paceline's name.
 
     stored: names that a checkpoint has; they tell which stacked matrices it has whole and which in parts.
     """
     vocab, embed, width = spec.vocab_size, spec.embed_width, spec.width
-    found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
+    found = dict(_mtp_slots(spec) if spec.mtp else _linear_slots("embed", {"embed": vocab}, embed, False))
     if spec.learned_positions:
         found |= _linear_slots("positions", {"positions": spec.max_positions + spec.position_offset}, width, False)
     if embed != width:
@@ -328,7 +376,7 @@ def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
         found |= _linear_slots("project_out", {"project_out": embed}, width, False)
     for norm, present in (("embed_norm", spec.embed_norm), ("norm", spec.final_norm)):
         found |= _norm_slots(spec, norm) if present else ()
-    if not spec.tied:
+    if not spec.tied and not spec.mtp:
         found |= _linear_slots("head", {"head": vocab}, embed, spec.head_bias)
     if spec.token_inputs is not None:
         inputs = len(spec.layers) * spec.token_inputs.width
@@ -370,6 +418,11 @@ class Placement:
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
         turned = destination.mT if self.transposed else destination
+        if self.slot.order is not None:
+            whole = torch.empty(self.stored.shape, dtype=turned.dtype, device=turned.device)
+            self.stored.unpack_into(whole)
+            turned.copy_(self.slot.order(whole))
+            return None
         turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
         if not self.interleaved:
             return self.stored.unpack_into(turned)
@@ -457,8 +510,9 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
     """Raise ModelFormatError if there are any names. problem: a verb such as "misses"."""
     if names:
         others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        kind = "draft head" if spec.mtp else "model"
         raise ModelFormatError(
-            f"{where}: a {spec.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
+            f"{where}: a {spec.family} {kind} {problem} the weights {', '.join(names[:4])}{others}; the files are "
             "incomplete or belong to another kind of model"
         )
 
@@ -466,7 +520,8 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
 def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
-    wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
+    shape = slot.stored or slot.shape
+    wanted = (*shape[:-2], *shape[:-3:-1]) if transposed else shape
     if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
     plus_one = suffix == "weight" and part in names.plus_one
@@ -498,8 +553,8 @@ def _dtype_of(placement: Placement, usual: torch.dtype) -> torch.dtype:
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.interleaved or placement.plus_one
-    changed = changed or slot.target_shape != tuple(stored.shape)
+    moved = placement.transposed or placement.interleaved or slot.order is not None
+    changed = moved or placement.plus_one or slot.target_shape != tuple(stored.shape)
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None

@@ -73,7 +73,7 @@ class GGUFForm:
     reads: metadata keys that change the computation and that ``fields`` takes into account.
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
-    head: the file's tensors and the number of layers -> the draft head's, named as in safetensors files.
+    head: names of the weights of the draft head, one more block behind the layers; None: files have none.
     constants: all metadata and the description -> weights that the metadata hold, by the file's names.
     mixture: whether files of these architectures are of this family only if they have experts.
     kind: metadata without the prefix -> model_type of the file's family, where several have this form; None: one has.
@@ -87,7 +87,7 @@ class GGUFForm:
     reads: frozenset[str] = frozenset()
     paired: bool = False
     adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
-    head: Callable[[Mapping[str, StoredTensor], int], Mapping[str, StoredTensor]] | None = None
+    head: WeightNames | None = None
     constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
     mixture: bool = False
     kind: Callable[[Mapping[str, Any]], str] | None = None
@@ -101,7 +101,7 @@ class Family:
     other_types: model_type of other configurations of this family, such as those inside of multimodal ones.
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
-    has_head: whether checkpoints may have a draft head of their own (``drafters.heads.mtp``).
+    head: names of the weights of a draft head that checkpoints may have (``drafters.heads.mtp``); None: none has one.
     usual: fields of published configurations without which transformers' defaults are of another kind of model.
     """
 
@@ -109,7 +109,7 @@ class Family:
     describe: Callable[[PretrainedConfig], DecoderSpec | None]
     safetensors: WeightNames
     gguf: GGUFForm | None = None
-    has_head: bool = False
+    head: WeightNames | None = None
     other_types: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
 
@@ -157,6 +157,32 @@ GGUF_EXPERTS: Mapping[str, str] = {
 
 GGUF_JOINED_EXPERTS: Mapping[str, str] = {"blk.{}.ffn_gate_up_exps": "layers.{}.experts_gate_up"}
 """The gates and first matrices of all experts in one tensor, as newer converters write them."""
+
+
+def mtp_names(names: WeightNames) -> WeightNames:
+    """Return the names of the draft head ``mtp.*`` in safetensors files, whose layer is named as the model's layers."""
+    parts = {
+        **names.parts,
+        "fc": "mtp.fc",
+        "pre_fc_norm_embedding": "mtp.embedding_norm",
+        "pre_fc_norm_hidden": "mtp.hidden_norm",
+    }
+    less_one = {"embedding_norm", "hidden_norm"} if "norm" in names.plus_one else set()
+    return WeightNames(parts, prefixes=("mtp.",), plus_one=names.plus_one | less_one)
+
+
+def gguf_mtp_names(names: WeightNames) -> WeightNames:
+    """Return the names of the draft head in GGUF files: those of a layer of the model, and ``nextn``."""
+    layer = {theirs: ours.replace("{}", "0") for theirs, ours in names.parts.items() if theirs.startswith("blk.")}
+    return WeightNames(layer | _GGUF_MTP)
+
+
+_GGUF_MTP = {
+    "blk.{}.nextn.eh_proj": "mtp.fc",
+    "blk.{}.nextn.enorm": "mtp.embedding_norm",
+    "blk.{}.nextn.hnorm": "mtp.hidden_norm",
+    "blk.{}.nextn.shared_head_norm": "norm",
+}
 
 W_EXPERTS: Mapping[str, str] = {
     "layers.{}.block_sparse_moe.gate": "layers.{}.router",

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
 from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES
 from paceline.models.families.base import Family, GGUFForm
@@ -274,10 +275,13 @@ def _with_factors(rotary: Rotary, name: str, stored: PackedTensor, metadata: Map
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()), scaling=scaling)
 
 
-def head_tensors(file: GGUFFile) -> Mapping[str, StoredTensor]:
-    """Return the tensors of the file's own draft head, named as in safetensors files; none if it has no head."""
-    head, block = form(file).head, _head_block(file)
-    return {} if head is None or block is None else head(file.tensors, block)
+def head_tensors(file: GGUFFile) -> tuple[WeightNames, Mapping[str, StoredTensor]]:
+    """Return the tensors of the file's own draft head, and their names; none if it has no head."""
+    names, block = form(file).head, _head_block(file)
+    if names is None or block is None:
+        return WeightNames({}), {}
+    tensors = file.tensors.items()
+    return names, {name: _ordered(name, stored, {}) for name, stored in tensors if name.startswith(f"blk.{block}.")}
 
 
 def is_head_alone(file: GGUFFile) -> bool:
@@ -305,6 +309,12 @@ def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
 
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
+        return dataclasses.replace(stored, shape=(1, *stored.shape))  # llama.cpp drops dimensions of one
+    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
+    if name.endswith(".ssm_norm.weight") and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0] * stored.shape[1],))  # a line for each group
     part = next((part for part in heads if f".{part}." in name), None)
     if part is None:
         return stored

@@ -33,11 +33,16 @@ MULTIPLIERS = {
 }
 
 
+def multipliers_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration's multipliers from GGUF metadata."""
+    return {ours: metadata[theirs] for theirs, ours in MULTIPLIERS.items() if theirs in metadata}
+
+
 def fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the multipliers from GGUF metadata."""
+    """Return the multipliers; refuse a file that says that nothing is rotated."""
     if metadata.get("rope.scaling.finetuned") is False:  # llama.cpp's way to say that nothing is rotated
         raise ModelFormatError("rope.scaling.finetuned=false: a Granite without rotary positions")
-    return {ours: metadata[theirs] for theirs, ours in MULTIPLIERS.items() if theirs in metadata}
+    return multipliers_of(metadata)
 
 
 FAMILY = Family(

@@ -14,7 +14,8 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, SharedModel
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.checkpoint import Checkpoint
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec
 from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
 from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
 from paceline.models.load.packed_file import packed_file
@@ -97,8 +98,7 @@ def _load(
     packs = obstacle is None and options.attention in ("auto", "native")
     begin(f"{'reading and packing' if packs else 'reading'} {name_of(source)}")
     if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
-        model = in_torch(source, checkpoint, options.dtype, options.device)
-        return _with_triton(model, options.quantization, options.deterministic)
+        return _in_triton(checkpoint, name_of(source), options)
     if options.attention in ("padded", "split", "ragged"):
         if options.quantization is not None:
             allowed = f"None with attention={options.attention!r}; or attention='auto'"
@@ -115,36 +115,47 @@ def _load(
     return in_torch(source, checkpoint, options.dtype, options.device)
 
 
-def _with_triton(model: AnyModel, quantization: QuantizationName | None, deterministic: bool) -> Transformer:
-    """Replace the model's linear layers by Triton's, with 8-bit weights or the model's own."""
+def _in_triton(checkpoint: Checkpoint | None, name: str, options: ModelOptions) -> Transformer:
+    """Read a model for Triton's matrix products, with 8-bit weights or its own.
+
+    Each matrix is quantised as soon as it is read, so loading takes the finished model and one matrix.
+    checkpoint: None for a model of transformers' own code. name: of the model, for messages.
+    """
+    device, quantization, deterministic = options.device, options.quantization, options.deterministic
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
-    require_triton(model.device, field, value)
-    if not isinstance(model, Transformer):
-        raise ParameterError(field, value, f"not possible here: {model.name} is not of a native family")
-    if model.has_experts:
-        raise ParameterError(field, value, f"not possible yet: {model.name} is a mixture of experts")
-    if deterministic and model.state_shape is not None:
-        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} has recurrent layers")
-    if deterministic and model.spec.embed_width != model.spec.width:
-        raise ParameterError("deterministic", deterministic, f"not possible yet: {model.name} projects its embeddings")
-    if quantization == "int4":
-        raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
-    if quantization == "fp8" and not has_fp8(model.device):
-        raise ParameterError(
-            field, value, f"'int8': {model.device} has no float8; it needs an Ada, Hopper or later GPU"
-        )
-    if quantization == "int8" and model.dtype == torch.bfloat16 and not native_bfloat16(model.device):
-        raise ParameterError(field, value, "possible on GPUs before Ampere with dtype='float16' only")
+    require_triton(device, field, value)
+    if checkpoint is None:
+        raise ParameterError(field, value, f"not possible here: {name} is not of a native family")
+    _check_triton(checkpoint.spec, name, field, value, options)
     from paceline.kernels.gpu.linear import Linears
 
+    assert quantization != "int4", "it was refused"
     to: Format = "same" if quantization is None else quantization
     linears = Linears(to, deterministic=deterministic)
-    model.replace_linears(linears)
-    if model.device.type == "cuda" and not deterministic:  # deterministic products use the same tiles on every machine
+    weights = checkpoint.tensors_on_demand(options.dtype, device)
+    model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=linears)
+    if device.type == "cuda":
         _tune(model, linears)
     if quantization is not None:
         model.precision = f"{quantization} weights, {model.precision}"
     return model
+
+
+def _check_triton(spec: DecoderSpec, name: str, field: str, value: object, options: ModelOptions) -> None:
+    """Raise ParameterError for ``field`` or "deterministic" if Triton's matrix products cannot run the model."""
+    device, quantization = options.device, options.quantization
+    if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ParameterError(field, value, f"not possible yet: {name} is a mixture of experts")
+    if options.deterministic and spec.recurrent:
+        raise ParameterError("deterministic", True, f"not possible yet: {name} has recurrent layers")
+    if options.deterministic and spec.embed_width != spec.width:
+        raise ParameterError("deterministic", True, f"not possible yet: {name} projects its embeddings")
+    if quantization == "int4":
+        raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
+    if quantization == "fp8" and not has_fp8(device):
+        raise ParameterError(field, value, f"'int8': {device} has no float8; it needs an Ada, Hopper or later GPU")
+    if quantization == "int8" and options.dtype == torch.bfloat16 and not native_bfloat16(device):
+        raise ParameterError(field, value, "possible on GPUs before Ampere with dtype='float16' only")
 
 
 def _tune(model: Transformer, linears: Linears) -> None:

@@ -18,6 +18,7 @@ from torch.nn.functional import pad, softplus
 from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
@@ -186,6 +187,7 @@ class _Packer:
             target_width=fusion.target_width,
             normed_residual=fusion.normed_residual,
             normed_state=fusion.normed_state,
+            block=fusion.block,
             embedding_norm=None if fusion.embedding_norm is None else self._vector(self._padded(fusion.embedding_norm)),
         )
 
@@ -216,6 +218,7 @@ class _Packer:
             input=None if layer.input is None else pointer(self._input(layer.input, to)),
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
+            looks_ahead=layer.looks_ahead,
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
             latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
             norm_after=layer.norm_after,
@@ -294,16 +297,21 @@ class _Packer:
         )
 
     def _recurrent(self, mixer: RecurrentMixer) -> abi.CRecurrent:
-        assert isinstance(mixer, DeltaNet | ShortConv)
+        assert isinstance(mixer, DeltaNet | Mamba2 | ShortConv)
         if isinstance(mixer, ShortConv):
             return abi.CRecurrent(conv=self._vector(mixer.conv.T))
-        return abi.CRecurrent(
+        packed = abi.CRecurrent(
             gates=self._linear(mixer.gates, GATES_FORMAT),
             conv=self._vector(mixer.conv.T),
             rate=self._vector(mixer.rate),
             bias=self._vector(mixer.bias),
             norm=self._vector(mixer.norm),
+            epsilon=mixer.epsilon,
         )
+        if isinstance(mixer, Mamba2):
+            packed.skip = self._vector(mixer.skip)
+            packed.conv_bias = None if mixer.conv_bias is None else self._vector(mixer.conv_bias)
+        return packed
 
     def _norm(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self._vector(self._padded(weight))
@@ -351,4 +359,8 @@ def _shape_of(spec: NativeSpec) -> abi.CRecurrentShape:
         described.kind = abi.RecurrentKind.DELTA_NET
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             setattr(described, name, getattr(mixer.heads, name))
+    elif isinstance(mixer, Mamba2):
+        heads, described.kind = mixer.heads, abi.RecurrentKind.MAMBA2
+        described.key_heads, described.value_heads = heads.groups, heads.heads
+        described.key_dim, described.value_dim = heads.state_dim, heads.head_dim
     return described

@@ -8,16 +8,18 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.abi import MOST_TAPS
+from paceline.kernels.abi import INPUT_MULTIPLE, MOST_TAPS
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.pack import Format, Weight
-from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     Activation,
     ExpertsNorms,
     ExpertsWeights,
+    FusionWeights,
     Heads,
     LatentWeights,
     LayerWeights,
@@ -33,10 +35,8 @@ from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
-    DeltaNetSpec,
     ExpertsSpec,
     LayerSpec,
-    Mamba2Spec,
     TokenInputsSpec,
 )
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS, shapes
@@ -106,10 +106,31 @@ def spec_of(
         centred=spec.norm.kind == "layer",
         positions=None if positions is None else positions[spec.position_offset :],
         embedding_norm=source.norm("embed_norm") if spec.embed_norm else None,
+        fusion=_mtp_fusion_of(spec, weights) if spec.mtp else None,
     )
 
 
 _UNTURNED = Rotary(())
+
+
+def _mtp_fusion_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> FusionWeights:
+    """Return what a target's own draft head reads: the target's embedding and its last hidden state."""
+    return FusionWeights(
+        fuse=halves_padded(LinearWeights(weights["mtp.fc.weight"])),
+        hidden_norm=weights["mtp.hidden_norm.weight"],
+        embedding_norm=weights["mtp.embedding_norm.weight"],
+        targets=torch.arange(spec.vocab_size),
+        vocabulary=spec.vocab_size,
+        tap_count=1,
+        target_width=spec.width,
+        normed_state=True,
+    )
+
+
+def halves_padded(linear: LinearWeights) -> LinearWeights:
+    """Pad both halves of a matrix's inputs, as the kernels pad the embedding and the hidden state that it reads."""
+    halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
+    return LinearWeights(torch.cat(halves, dim=1), linear.bias)
 
 
 def _token_table_of(
@@ -258,20 +279,11 @@ def _token_input_of(
 def obstacle_of(description: DecoderSpec) -> str | None:
     """Return why the kernels cannot run models of this description, whatever their weights; None if they can."""
     try:
-        check_description(description)
+        check_reference(description)
         check_spec(spec_of(description, shapes(description)))
     except ModelFormatError as error:
         return str(error)
     return None
-
-
-def check_description(spec: DecoderSpec) -> None:
-    """Raise ModelFormatError for a model that the kernels cannot run."""
-    check_reference(spec)
-    if any(isinstance(mixer, Mamba2Spec) for mixer in spec.recurrent):
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} kernels for Mamba-2 layers")
-    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in spec.recurrent):
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
 
 
 _REFUSAL = "the CPU kernels cannot run a {} model without"
@@ -338,8 +350,6 @@ def check_spec(spec: NativeSpec) -> None:
 
 def _check_recurrent(mixer: RecurrentMixer) -> None:
     """Raise ModelFormatError for a kind or sizes of recurrent layers that the kernels do not support."""
-    if not isinstance(mixer, DeltaNet | ShortConv):
-        raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(mixer).__name__}")
     shape = mixer.shape(1)
     wanted = {
         "widths that are multiples of 16": not shape.channels % 16,
@@ -350,6 +360,12 @@ def _check_recurrent(mixer: RecurrentMixer) -> None:
         wanted |= {
             "head widths that are multiples of 16": not heads.key_dim % 16 and not heads.value_dim % 16,
             "value heads shared evenly": heads.key_heads > 0 and heads.value_heads % heads.key_heads == 0,
+        }
+    if isinstance(mixer, Mamba2):
+        sizes = mixer.heads
+        wanted |= {
+            "head widths that are multiples of 16": not sizes.head_dim % 16 and not sizes.state_dim % 16,
+            "heads in equal groups": sizes.groups > 0 and sizes.heads % sizes.groups == 0,
         }
     if missing := [feature for feature, present in wanted.items() if not present]:
         raise ModelFormatError(f"the CPU kernels need recurrent layers of {' and '.join(missing)}; not {shape}")

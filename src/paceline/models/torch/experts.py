@@ -82,6 +82,10 @@ class Experts:
         weights = weights * self.spec.output_scale
         return weights.to(x.dtype), chosen
 
+    def idle_bytes(self) -> int:
+        """Return the bytes of the experts that one token does not run through."""
+        return (self.gate_up.nbytes + self.down.nbytes) * (self.spec.count - self.spec.used) // self.spec.count
+
     def used_multiply_adds(self) -> int:
         """Return the multiply-adds of one token's experts."""
         return self.spec.used * (self.gate_up[0].numel() + self.down[0].numel())

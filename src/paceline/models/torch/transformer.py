@@ -130,15 +130,6 @@ class Transformer:
             for owner in block.owners:
                 yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
-    def replace_linears(self, make: LinearFactory) -> None:
-        """Replace each ``Dense`` layer by ``make`` of its weight and bias, one by one to save memory.
-
-        The model must be as it was loaded: all its linear layers are ``Dense``.
-        """
-        for owner, name in self._linears():
-            dense = getattr(owner, name)
-            setattr(owner, name, make(dense.weight, dense.bias))
-
     def linears(self) -> list[Linear]:
         """Return the linear layers of attention, MLP and head."""
         return [getattr(owner, name) for owner, name in self._linears()]
@@ -243,7 +234,8 @@ class Transformer:
             return None
         output = self._head.weight.nbytes
         embedding = 0 if self.spec.tied else self._embedding.nbytes  # one row of it is read for each token
-        return PassBytes(self.weight_bytes() - output - embedding, output // self.vocab_size)
+        idle = sum(block.mlp.idle_bytes() for block in self._blocks if isinstance(block.mlp, Experts))
+        return PassBytes(self.weight_bytes() - output - embedding - idle, output // self.vocab_size)
 
     def short_head(self, size: int) -> TorchShortHead:
         """Return an output head over ``size`` tokens; see ``Shortenable``."""

@@ -166,7 +166,7 @@ def settings_of(llm: LLM, data: DraftData, taps: Sequence[int], questions: Seque
         "prompts": digest,
         **data_settings,
         # results of the native kernels do not depend on the batch size
-        "rows": None if identity.attention == "native" else config.max_batch_size,
+        "rows": None if identity.attention == "native" else config.rows,
     }
 
 

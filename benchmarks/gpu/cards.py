@@ -1,0 +1,126 @@
+"""Rows that fit into the memory of a GPU, by model: the engine's own planner on models without weights.
+
+``PYTHONPATH=src:. python -m benchmarks.gpu.cards`` prints the table of docs/own-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from paceline.config import EngineConfig
+from paceline.engine.memory import GIB, FittedRows, fit_memory
+from paceline.errors import CapacityError
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weights import shapes
+from paceline.models.families import describe
+from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.transformer import Transformer
+
+CARDS = (16, 24, 80)  # GiB
+TAKEN = 3 * GIB // 4  # bytes of a card for the driver, torch's libraries and a screen
+FORMATS = ("bf16", "int8")
+
+_ROTARY = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_parameters": _ROTARY,
+}
+MODELS: Mapping[str, dict[str, Any]] = {
+    "Qwen3-4B": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "Qwen3-8B": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _ROTARY,
+    },
+    "Qwen3.5-9B": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+}
+"""The sizes in each model's config.json."""
+
+
+class Planned(Transformer):
+    """A model on device "meta": sizes without numbers."""
+
+    def __init__(self, fields: Mapping[str, Any], linear: LinearFactory = Dense) -> None:
+        config = AutoConfig.for_model(**fields)
+        spec = describe(config)
+        assert isinstance(spec, DecoderSpec)
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in shapes(spec).items()}
+        super().__init__(spec, weights, str(fields["model_type"]), linear=linear)
+
+    def weight_bytes(self) -> int:
+        tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def planned(name: str, to: str) -> Planned:
+    """Return a model by its name, in a format of ``FORMATS``."""
+    if to == "bf16":
+        return Planned(MODELS[name])
+    from paceline.kernels.gpu.linear import Linears
+
+    return Planned(MODELS[name], Linears("int8"))
+
+
+def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
+    """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit.
+
+    By default it drafts by n-gram lookup, as an engine without a draft model does.
+    """
+    config = EngineConfig(**{"drafter": "ngram"} | options)
+    positions = config.max_model_len or min(model.max_positions, EngineConfig.DEFAULT_MAX_MODEL_LEN)
+    try:
+        return fit_memory(model, None, config, positions, card * GIB - TAKEN - model.weight_bytes())
+    except CapacityError:
+        return None
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of a Markdown table: the rows that each card starts with."""
+    yield "| model | weights | a row of 4096 tokens | " + " | ".join(f"{card} GB card" for card in CARDS) + " |"
+    yield "| --- | ---: | ---: |" + " --- |" * len(CARDS)
+    for name in MODELS:
+        for to in FORMATS:
+            model = planned(name, to)
+            one = fitted(model, 1000, max_batch_size=1)
+            assert one is not None
+            cells = [_words(fitted(model, card)) for card in CARDS]
+            sizes = f"{model.weight_bytes() / 1e9:.1f} GB | {one.budget.limit / 1e9:.2f} GB"
+            yield f"| {name}, {to} | {sizes} | {' | '.join(cells)} |"
+
+
+def _words(found: FittedRows | None) -> str:
+    return "too large" if found is None else f"{found.rows} x {found.positions}"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,111 @@
+"""Rows that fit: defaults that give way, explicit sizes that are refused, and what a plan counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpu import cards
+
+from paceline.config import EngineConfig
+from paceline.engine import memory
+from paceline.engine.memory import GIB, fit_memory, plan_memory
+from paceline.errors import CapacityError
+from toy import ToyModel, make_engine
+
+PLAIN = EngineConfig(drafter=None, num_speculative_tokens=0)
+
+
+def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> None:
+    """16 rows of 4096 tokens are the default: less is chosen where they do not fit, and said."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    small, large, rounded = (
+        cards.planned(*each) for each in (("Qwen3-4B", "bf16"), ("Qwen3-8B", "bf16"), ("Qwen3-8B", "int8"))
+    )
+    assert rounded.weight_bytes() < 0.55 * large.weight_bytes()
+    for card, model, least in ((16, small, 10), (16, rounded, 8), (24, large, 10), (24, rounded, 16), (24, small, 16)):
+        found = cards.fitted(model, card)
+        assert found is not None
+        assert (found.positions, found.rows >= least) == (4096, True)
+        assert (found.note == "") == (found.rows == 16)
+        plan = plan_memory(model, None, EngineConfig(drafter="ngram"), found.rows, found.positions)
+        assert plan.weights + plan.to_allocate < card * GIB - cards.TAKEN
+        plain = cards.fitted(model, card, drafter=None)
+        assert plain is not None
+        assert plain.rows >= found.rows
+    assert cards.fitted(large, 16) is None
+    assert cards.fitted(large, 24, max_batch_size=16, max_model_len=4096) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "positions"),
+    [
+        ({}, 3, 4000),
+        ({"max_model_len": 3000}, 4, 3000),
+        ({"max_batch_size": 8}, 8, 1792),
+        ({"max_batch_size": 3}, 3, 4000),
+        ({"max_batch_size": 4, "max_model_len": 3000}, 4, 3000),
+        ({"max_batch_size": 5, "max_model_len": 4000}, None, None),
+        ({"max_batch_size": 60}, None, None),
+        ({"max_model_len": 30000}, None, None),
+    ],
+)
+def test_only_what_was_left_to_its_default_becomes_smaller(
+    options: dict[str, Any], rows: int | None, positions: int | None
+) -> None:
+    model, config = ToyModel(max_positions=1 << 20), replace(PLAIN, **options)
+    model.device = torch.device("meta")  # where rows do not grow
+    wanted = config.max_model_len or 4000
+    least = plan_memory(model, None, config, 1, 0).to_allocate
+    row = plan_memory(model, None, config, 1, 4000).to_allocate - least
+    free = int((least + 3.7 * row) / 0.9)
+    if rows is None:
+        with pytest.raises(CapacityError, match=r"GiB are free: .*lower max_batch_size or max_model_len"):
+            fit_memory(model, None, config, wanted, free)
+        return
+    found = fit_memory(model, None, config, wanted, free)
+    assert (found.rows, found.positions) == (rows, positions)
+    assert found.note.startswith(f"{config.rows} rows of {wanted} tokens need") == (
+        (rows, positions) != (config.rows, wanted)
+    )
+
+
+def test_the_start_line_says_why_rows_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's allocator held was given back before the device was asked for its free memory."""
+    model, asked = ToyModel(), []
+    monkeypatch.setattr(memory, "grows_on", lambda _device: False)
+    free = plan_memory(model, None, PLAIN, 8, 96).to_allocate / 0.89
+    monkeypatch.setattr(memory, "return_cached_memory", lambda _device: asked.append("returned"))
+    monkeypatch.setattr(memory, "available_memory", lambda _device: asked.append("free") or int(free))
+    engine = make_engine(model, max_batch_size=None)
+    line = engine.describe()
+    assert 8 <= engine.config.rows < 16
+    assert f"; {engine.config.rows} rows of 96 tokens (" in line
+    assert "; chosen to fit: 16 rows of 96 tokens need" in line
+    assert asked == ["returned", "free"]
+
+
+def test_without_a_drafter_there_is_no_workspace_for_draft_tokens() -> None:
+    """2.3 GiB of logits, with 64 rows of a vocabulary of 152 thousand."""
+    model = cards.planned("Qwen3-8B", "bf16")
+    plain, drafting = (
+        plan_memory(model, None, EngineConfig(drafter=drafter), 64, 96).workspace for drafter in (None, "ngram")
+    )
+    assert drafting - plain >= 4 * 64 * 16 * model.vocab_size * 4 > 2.3 * GIB
+    assert plain < 0.6 * GIB
+
+
+def test_deterministic_attention_counts_the_results_of_its_splits() -> None:
+    """At 32k tokens, 64 rows and k = 7 one launch writes a gibibyte."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    model = cards.planned("Qwen3-8B", "bf16")
+    config = EngineConfig(drafter="ngram", num_speculative_tokens=7)
+    usual, fixed = (
+        plan_memory(model, None, replace(config, deterministic=value), 64, 32768).workspace for value in (False, True)
+    )
+    assert fixed - usual == pytest.approx(129 * 64 * 16 * 32 * 129 * 4)
+    assert plan_memory(model, None, replace(config, deterministic=True), 64, 200).workspace == (
+        plan_memory(model, None, config, 64, 200).workspace
+    )
