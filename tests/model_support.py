@@ -96,7 +96,8 @@ _GEMMA4 = _LLAMA | {
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
-YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7)
+YARN_TWICE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 _LATENT = _LLAMA | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
     "v_head_dim": 10,
@@ -131,7 +132,7 @@ NATIVE |= {
     "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "minicpm3": ("minicpm3", _LATENT | {"scale_depth": 1.4, "dim_model_base": 8}),
     "youtu": ("youtu", _LATENT | YARN_MSCALE),
-    "youtu with biases": ("youtu", _LATENT | {"rope_interleave": False, "attention_bias": True}),
+    "youtu with biases": ("youtu", _LATENT | YARN_TWICE | {"rope_interleave": False, "attention_bias": True}),
     "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
     "deepseek_v2": ("deepseek_v2", _ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
     "deepseek_v2 with groups": (

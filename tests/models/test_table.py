@@ -19,6 +19,7 @@ from gemma4_support import SIZES, tiny_gemma4
 from gemma4_support import write_gguf as written_gemma4
 from model_support import NATIVE, random_tokens, tiny
 from models.test_families import _written
+from models.test_latent_gguf import write as written_latent
 from models.test_lfm2_gguf import write as written_lfm2
 from models.test_mamba2_gguf import write as written_mamba2
 from models.test_qwen3_5_gguf import write as written_qwen3_5
@@ -48,7 +49,8 @@ ROWS, TOKENS = 8, 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
-LATENT, ROUTED = ("minicpm3", "youtu"), ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+PUBLISHED_MINICPM3 = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": False}
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
 LAYERS = {
     "gemma3_text": 6,
@@ -111,9 +113,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
-    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in (*LATENT, *ROUTED)},
     "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
     "bamba": tiny_bamba,
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
+    "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
 }
@@ -128,6 +131,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
     "granitemoehybrid": written_mamba2,
+    **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "deepseek_v3"), written_latent),
 }
 
 

@@ -76,6 +76,7 @@ class GGUFForm:
     head: names of the weights of the draft head, one more block behind the layers; None: files have none.
     constants: all metadata and the description -> weights that the metadata hold, by the file's names.
     mixture: whether files of these architectures are of this family only if they have experts.
+    kind: metadata without the prefix -> model_type of the file's family, where several have this form; None: one has.
     strips: whether control tokens of its SentencePiece vocabularies remove white space behind them, which files do not
         tell.
     """
@@ -89,6 +90,7 @@ class GGUFForm:
     head: WeightNames | None = None
     constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
     mixture: bool = False
+    kind: Callable[[Mapping[str, Any]], str] | None = None
     strips: bool = False
 
 

@@ -40,6 +40,7 @@ _WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of ex
 _SIZES = (
     *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
+    *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
     *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
@@ -120,7 +121,8 @@ def _family(file: GGUFFile) -> Family:
             f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(GGUF_FAMILIES)}. "
             "Use the model's safetensors directory instead"
         )
-    return family
+    chosen = family.gguf and family.gguf.kind
+    return FAMILIES[chosen(_metadata(file))] if chosen else family
 
 
 def form(file: GGUFFile) -> GGUFForm:
