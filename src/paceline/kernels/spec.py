@@ -176,6 +176,8 @@ class TokenTableWeights:
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
+    qkv and attention_out are None where the layer has an MLP or experts alone; reads_only is then true.
+
     plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
     parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
     cap: attention's scores are cap * tanh(scores / cap).
@@ -194,8 +196,8 @@ class LayerWeights:
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
     """
 
-    qkv: LinearWeights
-    attention_out: LinearWeights
+    qkv: LinearWeights | None
+    attention_out: LinearWeights | None
     gate_up: LinearWeights | None
     down: LinearWeights | None
     input_norm: Tensor | None = None
@@ -227,8 +229,8 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
-        dense = (self.gate_up, self.down)
-        return self.qkv, self.attention_out, *(linear for linear in dense if linear is not None)
+        linears = (self.qkv, self.attention_out, self.gate_up, self.down)
+        return tuple(linear for linear in linears if linear is not None)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from paceline.models.families import (
     llama,
     ministral3,
     mistral,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -46,7 +47,7 @@ _MODULES = (
     *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
     *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
-    *(granitemoehybrid, bamba, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
