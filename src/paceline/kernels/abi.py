@@ -116,7 +116,7 @@ class CRecurrent(Structure):
 
     _fields_ = (
         ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
-        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
+        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float), ("least_step", c_float),
     )
 
 
@@ -428,4 +428,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9367cb5f6ccc6b45"
+INTERFACE = "dc3dc1ed3eb8aa06"

@@ -203,6 +203,8 @@ class TokenTableWeights:
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
+    qkv and attention_out are None where the layer has an MLP or experts alone; reads_only is then true.
+
     plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
     parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
     cap: attention's scores are cap * tanh(scores / cap).
@@ -223,8 +225,8 @@ class LayerWeights:
     looks_ahead: whether the tokens of a block see those behind them.
     """
 
-    qkv: LinearWeights
-    attention_out: LinearWeights
+    qkv: LinearWeights | None
+    attention_out: LinearWeights | None
     gate_up: LinearWeights | None
     down: LinearWeights | None
     input_norm: Tensor | None = None
@@ -258,9 +260,9 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
-        dense = (self.gate_up, self.down)
         of_latent = () if self.latent is None else self.latent.linears
-        return self.qkv, self.attention_out, *of_latent, *(linear for linear in dense if linear is not None)
+        linears = (self.qkv, self.attention_out, *of_latent, self.gate_up, self.down)
+        return tuple(linear for linear in linears if linear is not None)
 
 
 @dataclass(frozen=True)

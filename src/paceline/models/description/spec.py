@@ -216,11 +216,12 @@ class ExpertsSpec:
 class Mamba2Spec(Mamba2Heads):
     """A Mamba-2 layer: a recurrent state per head. conv_bias: whether the convolution has a bias.
 
-    norm_eps: epsilon of the gated RMS norm of the output, group by group.
+    norm_eps: epsilon of the gated RMS norm of the output, group by group. least_step: steps are at least this.
     """
 
     conv_bias: bool = True
     norm_eps: float = 1e-6
+    least_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class ShortConvSpec:
 
 RecurrentSpec: TypeAlias = DeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec: TypeAlias = AttentionSpec | RecurrentSpec
-NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel"]
+NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel", "one_part"]
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,13 @@ class LayerSpec:
 
     norms: where the norms of both parts f stand:
         "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x));
-        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm).
+        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm);
+        "one_part": x + f(norm(x)), where the layer has a mixer or an MLP alone, and the other is None.
     scaled: whether a stored number multiplies the layer's output.
     """
 
-    mixer: MixerSpec
-    mlp: MLPSpec | ExpertsSpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | ExpertsSpec | None
     norms: NormPlaces = "before"
     scaled: bool = False
     one_norm: bool = False
@@ -342,7 +344,8 @@ class DecoderSpec:
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
         """The mixer of every layer that is not attention."""
-        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, AttentionSpec))
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
@@ -351,11 +354,16 @@ class DecoderSpec:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``."""
+        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``.
+
+        0 of a layer without a mixer.
+        """
         places: list[int] = []
         keys, states = count(), count()
         for layer in self.layers:
-            if not isinstance(layer.mixer, AttentionSpec):
+            if layer.mixer is None:
+                places.append(0)
+            elif not isinstance(layer.mixer, AttentionSpec):
                 places.append(next(states))
             else:
                 source = layer.mixer.reads_layer

@@ -282,11 +282,13 @@ def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
     if spec.correction:
         yield from _vector(f"{layer}router_correction.weight", spec.count)
-    gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
-    yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
+    first = "experts_gate_up" if spec.expert.gated else "experts_up"
+    parts = {"experts_gate": inner, "experts_up": inner} if spec.expert.gated else {first: inner}
+    gate_up = _stacked(first, parts, stored, layer)
+    yield from _of_all_experts(spec.count, first, gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
     if spec.expert.bias:
-        yield from _expert_biases(spec.count, "experts_gate_up", gate_up, layer)
+        yield from _expert_biases(spec.count, first, gate_up, layer)
         yield from _expert_biases(spec.count, "experts_down", {"experts_down": width}, layer)
     if spec.shared is not None:
         yield from _mlp_slots(spec.shared, width, layer, stored)
@@ -335,14 +337,16 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
     "after": ("attn_out_norm", "mlp_out_norm"),
     "parallel": ("attn_norm", "mlp_norm"),
     "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
+    "one_part": ("attn_norm",),
 }
 
 
 def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collection[str]) -> Slots:
-    yield from _mixer_slots(layer.mixer, spec.width, name, stored)
+    if layer.mixer is not None:
+        yield from _mixer_slots(layer.mixer, spec.width, name, stored)
     if isinstance(layer.mlp, ExpertsSpec):
         yield from _experts_slots(layer.mlp, spec.width, name, stored)
-    else:
+    elif layer.mlp is not None:
         yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
         for own, slot in _norm_slots(spec, f"{name}{norm}"):

@@ -61,6 +61,7 @@ from paceline.models.families import (
     mixtral,
     nanochat,
     nemotron,
+    nemotron_h,
     olmo,
     olmo2,
     olmo3,
@@ -95,7 +96,7 @@ _MODULES = (
     *(mixtral, qwen2_moe, qwen3_moe, mellum, olmoe, flex_olmo, granitemoe, granitemoe_swa, gpt_oss),
     *(qwen3_5_moe, qwen3_next),
     *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
-    *(granitemoehybrid, bamba, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe),
     *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 
