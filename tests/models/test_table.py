@@ -84,7 +84,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
                 "arcee",
                 "apertus",
             ),
-            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat"),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat", "gpt_neox", "hyperclovax"),
+            *("aria_text", "cohere2_moe", "phimoe"),
         )
     },
     "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
@@ -100,7 +101,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "granitemoehybrid": tiny_granite_hybrid,
     "opt": functools.partial(of_table, "opt", hidden_size=64),
-    "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
+    **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
 # Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell
 UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}

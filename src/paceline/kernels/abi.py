@@ -147,7 +147,8 @@ class CExperts(Structure):
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
-        ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("margin", c_float), ("correction", c_void_p), ("shared_scale", c_float), ("factors", c_void_p),
+        ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -412,4 +413,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "b804705d07f7b390"
+INTERFACE = "ad63f28f1f9a3e62"
