@@ -97,7 +97,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
                 "arcee",
                 "apertus",
             ),
-            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat"),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat", "gpt_neox", "hyperclovax"),
+            *("aria_text", "cohere2_moe", "phimoe"),
         )
     },
     "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
@@ -120,7 +121,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
-    "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
+    **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
 # Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell; limits of steps and
 # MLPs among experts

@@ -173,10 +173,11 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised, sigmoid, groups, used_groups, group_best: see ``Routing``.
+    normalised, sigmoid, groups, used_groups, group_best, margin: see ``Routing``.
     router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
     output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
+    shared_scale: another factor of it.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
         and the outputs of the experts and of the MLP have a norm each before they are added.
@@ -190,11 +191,13 @@ class ExpertsSpec:
     groups: int = 1
     used_groups: int = 1
     group_best: int = 2
+    margin: float = 0.0
     router_bias: bool = False
     correction: bool = False
     output_scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     scores_scale: float = 1.0
     scaled: bool = False
     own_norms: bool = False
@@ -204,12 +207,14 @@ class ExpertsSpec:
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
         groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
         check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        assert self.shared_scale == 1.0 or not self.shared_gate, "one factor of the MLP's output"
         check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
 
     @property
     def routing(self) -> Routing:
         """How a token's experts follow from the scores."""
-        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups, self.group_best)
+        groups = self.groups, self.used_groups, self.group_best
+        return Routing(self.used, self.normalised, self.sigmoid, *groups, self.margin)
 
 
 @dataclass(frozen=True)

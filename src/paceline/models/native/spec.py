@@ -190,6 +190,7 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
         gate_up=source.experts(f"{name}experts_{'gate_up' if spec.expert.gated else 'up'}"),
         down=source.experts(f"{name}experts_down"),
         routing=spec.routing,
+        shared_scale=spec.shared_scale,
         correction=source.weights.get(f"{name}router_correction.weight"),
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
         factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
