@@ -82,7 +82,7 @@ class Steps:
     def step(self, rows: int, tokens: int) -> tuple[Callable[[str], None], int]:
         """A function that runs a step on the set of a name, and the bytes that a step reads."""
         model = self.model
-        cache = KVCache(model.layers, rows, model.kv_heads, self.context + tokens, model.head_dim, dtype=model.dtype)
+        cache = KVCache(model.kv_layers, rows, self.context + tokens, dtype=model.dtype)
         place = torch.arange(rows).repeat_interleave(tokens)
         positions = (self.context + torch.arange(tokens)).repeat(rows)
         nodes = Nodes(torch.randint(0, model.vocab_size, (rows * tokens,)), place, positions)

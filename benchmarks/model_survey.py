@@ -41,7 +41,8 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "attention_groups"), 2),
     **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "kv_channels"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    "rotary_dim": 8,
+    "qk_rope_head_dim": 16,  # with kv_lora_rank a width that the kernels have
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4

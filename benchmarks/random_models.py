@@ -27,6 +27,7 @@ from transformers import (
     GptOssConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
@@ -109,32 +110,72 @@ def gpt_oss_20b() -> GptOssConfig:
     return GptOssConfig(num_hidden_layers=24, num_local_experts=32, eos_token_id=None)
 
 
+def qwen3_5_35b_a3b() -> Qwen3_5MoeTextConfig:
+    """Three gated delta nets to one layer of attention; 256 experts, eight of which a token runs through."""
+    return Qwen3_5MoeTextConfig(
+        vocab_size=248320,
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        mtp_num_hidden_layers=1,
+        eos_token_id=None,
+    )
+
+
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     **{shape: functools.partial(qwen3_5, shape) for shape in _QWEN3_5},
     "gemma4-e2b": gemma4_e2b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "gpt-oss-20b": gpt_oss_20b,
+    "qwen3.5-35b-a3b": qwen3_5_35b_a3b,
 }
 
 
-def head_tensors(config: Qwen3_5TextConfig) -> dict[str, Tensor]:
+def mlp_shapes(config: Qwen3_5TextConfig | Qwen3_5MoeTextConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's MLP or mixture, by their names behind ``mlp.``."""
+    width = config.hidden_size
+    if isinstance(config, Qwen3_5TextConfig):
+        inner = config.intermediate_size
+        parts = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        return {f"{name}.weight": shape for name, shape in parts.items()}
+    count, inner, shared = config.num_experts, config.moe_intermediate_size, config.shared_expert_intermediate_size
+    return {
+        "gate.weight": (count, width),
+        "experts.gate_up_proj": (count, 2 * inner, width),
+        "experts.down_proj": (count, width, inner),
+        "shared_expert.gate_proj.weight": (shared, width),
+        "shared_expert.up_proj.weight": (shared, width),
+        "shared_expert.down_proj.weight": (width, shared),
+        "shared_expert_gate.weight": (1, width),
+    }
+
+
+def head_tensors(config: Qwen3_5TextConfig | Qwen3_5MoeTextConfig) -> dict[str, Tensor]:
     """Return a random draft head, named as in published checkpoints."""
-    width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    width, dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     layer = {
-        "self_attn.q_proj": (2 * queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
+        "self_attn.q_proj.weight": (2 * queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        **{f"mlp.{name}": shape for name, shape in mlp_shapes(config).items()},
     }
-    shapes = {"mtp.fc": (width, 2 * width)} | {f"mtp.layers.0.{name}": size for name, size in layer.items()}
+    shapes = {"mtp.fc.weight": (width, 2 * width)} | {f"mtp.layers.0.{name}": size for name, size in layer.items()}
     norms = dict.fromkeys(("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"), width)
     norms |= dict.fromkeys(("mtp.layers.0.input_layernorm", "mtp.layers.0.post_attention_layernorm"), width)
     norms |= dict.fromkeys(("mtp.layers.0.self_attn.q_norm", "mtp.layers.0.self_attn.k_norm"), dim)
-    found = {f"{name}.weight": torch.randn(size) * size[1] ** -0.5 for name, size in shapes.items()}
+    found = {name: torch.randn(size) * size[-1] ** -0.5 for name, size in shapes.items()}
     found |= {f"{name}.weight": torch.zeros(size) for name, size in norms.items()}
     return {name: tensor.bfloat16() for name, tensor in found.items()}
 
@@ -147,7 +188,7 @@ def write(directory: Path, shape: str, layers: int | None = None) -> None:
         if (kinds := getattr(config, "layer_types", None)) is not None:
             config.layer_types = kinds[:layers]
     write_model(directory, config)
-    if isinstance(config, Qwen3_5TextConfig):
+    if isinstance(config, Qwen3_5TextConfig | Qwen3_5MoeTextConfig):
         file = directory / "model.safetensors"
         save_file(load_file(file) | head_tensors(config), file, metadata={"format": "pt"})
 

@@ -1,15 +1,19 @@
-"""The effect of reference texts and of sibling samples on n-gram lookup: tokens per round, and time.
+"""The effect of reference texts and of parallel samples on n-gram lookup: tokens per round, and time.
 
     python benchmarks/references.py edits qwen-coder-1.5b.gguf --rows 4 --prompts 20 --quantization int8
     python benchmarks/references.py siblings qwen-coder-1.5b.gguf --rows 8 --prompts 4 --n 8 -k 8 --counts
     python benchmarks/references.py separate qwen-coder-1.5b.gguf --rows 8 --prompts 1 --n 8 --max-tokens 48
+    python benchmarks/references.py answers qwen-coder-1.5b.gguf --set changes --rows 8 --n 1 -k 8 --counts
 
 edits: programs with a small change to make (`paceline bench offline --prompts edits` has them), greedy: plain decoding,
     lookup in the prompt (which contains the original, too), lookup with the original as reference.
-siblings: n samples of one prompt: as one request, as one request without copying from siblings, as n requests. Siblings
+siblings: n samples of one prompt: as one request, as one request without copying from each other, as n requests. They
     copy from each other while they run at the same time, so n rows are needed.
 separate: n samples of one prompt, all equally long: as one request, as n requests at once and one after the other, with
-    and without prefix reuse between requests. Each side starts with an empty cache. --counts: acceptance counts instead
+    and without prefix reuse between requests. Each side starts with an empty cache.
+answers: requests whose drafts are copied from answers of their own request only, or of all requests so far. Prompts are
+    those of ``--set``; changes are twelve changes to one program. Each side starts with a new engine.
+ --counts: acceptance counts instead
     of times; with a number for -k they do not depend on timing. Sides take turns, the median of the repeats counts.
     Prompts are computed once per sample or request, as in the engine. The last line of stdout is the result as one JSON
     document.
@@ -29,21 +33,27 @@ from typing import Any
 from paceline import LLM, SamplingParams
 from paceline.cli.document import end
 from paceline.core.outputs import RequestOutput
-from paceline.drafters import NgramDrafter
 from paceline.tools.bench.measure import BatchRun, turns
 from paceline.tools.bench.offline import machine, versions
-from paceline.tools.bench.sets import SETS, BenchPrompt
+from paceline.tools.bench.sets import EDITS, SETS, BenchPrompt
 
 Side = tuple[str, Callable[[], BatchRun]]
 
+CHANGES = (
+    *("Add a docstring to every function.", "Add type hints.", "Rename the first function.", "Log each call."),
+    *("Raise ValueError on empty input.", "Use f-strings.", "Sort the results.", "Remove all comments."),
+    *("Add a parameter verbose=False to each function.", "Add a comment above each loop.", "Use early returns."),
+    "Make the names of variables longer.",
+)  # fmt: skip
 TIMES = {"seconds", "seconds_of_all", "ms_per_token", "speed_up", "speed_up_decoding"}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("edits", "siblings", "separate"))
+    parser.add_argument("what", choices=("edits", "siblings", "separate", "answers"))
     parser.add_argument("model")
+    parser.add_argument("--set", choices=(*SETS, "changes"), default="changes", help="prompts of answers")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="of the set: the first of the prompts")
@@ -57,7 +67,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--counts", action="store_true", help="each side once, no times")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(given)
-    if options.what != "edits" and options.rows < options.n:
+    if options.what in ("siblings", "separate") and options.rows < options.n:
         parser.error(f"--rows {options.rows}: siblings need a row each, {options.n} of them (--n)")
     return options
 
@@ -84,8 +94,7 @@ def edits(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -
 
 def siblings(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
     """The sides of ``siblings``; each prompt runs alone."""
-    alone = llm.with_options(max_batch_size=options.rows)
-    alone.engine.parts.drafter = NgramDrafter(siblings=False)
+    alone = llm.with_options(max_batch_size=options.rows, lookup_tokens=0)
     prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
     one = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1)
     many = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, n=options.n)
@@ -96,7 +105,7 @@ def siblings(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]
 
     sides = [
         (f"{options.n} requests", lambda: timed(lambda: call(llm, one, options.n))),
-        (f"n = {options.n}, no siblings", lambda: timed(lambda: call(alone, many, 1))),
+        (f"n = {options.n}, not from each other", lambda: timed(lambda: call(alone, many, 1))),
         (f"n = {options.n}", lambda: timed(lambda: call(llm, many, 1))),
     ]
     return sides[1:] if options.counts else sides  # with counts, separate requests equal samples without siblings
@@ -123,6 +132,29 @@ def separate(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]
         sides.append((f"{n} requests at once, {how}", lambda e=engine: call(e, one, 1, n)))  # type: ignore[misc]
         sides.append((f"{n} requests in turn, {how}", lambda e=engine: call(e, one, n, 1)))  # type: ignore[misc]
     return sides
+
+
+def answers(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
+    """The sides of ``answers``."""
+    prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, n=options.n)
+
+    def call(keep_prefix: bool) -> BatchRun:
+        engine, each = llm.with_options(prefix_cache=True), replace(params, keep_prefix=keep_prefix)
+        return timed(lambda: engine.generate(prompts, each, use_tqdm=False))
+
+    return [("of its own request", lambda: call(False)), ("of all requests", lambda: call(True))]
+
+
+def prompts_of(options: argparse.Namespace) -> Sequence[BenchPrompt]:
+    """The prompts of a run."""
+    if options.what != "answers":
+        return SETS["edits" if options.what == "edits" else "retrieval"]
+    if options.set != "changes":
+        return SETS[options.set]
+    program = max(EDITS, key=lambda edit: len(edit.code))
+    asks = (f"{change} Answer with the whole file and nothing else." for change in CHANGES)
+    return [BenchPrompt(f"{ask}\n\n```{program.language}\n{program.code}```") for ask in asks]
 
 
 def _seeds(params: SamplingParams, times: int, first: int = 0) -> list[SamplingParams]:
@@ -154,8 +186,7 @@ def summary(name: str, runs: Sequence[BatchRun], first: Sequence[BatchRun]) -> d
 def main() -> None:
     """Measure, print, write."""
     options = arguments()
-    set_ = SETS["edits"] if options.what == "edits" else SETS["retrieval"]
-    tasks = set_[options.first : options.first + options.prompts]
+    tasks = prompts_of(options)[options.first : options.first + options.prompts]
     length = int(options.k) if options.k.isdigit() else options.k
     llm = LLM(
         options.model,
@@ -166,7 +197,8 @@ def main() -> None:
         max_model_len=1024,
         prefix_cache=False,  # the time of prefill is part of the measurement
     )
-    sides = {"edits": edits, "siblings": siblings, "separate": separate}[options.what](options, llm, tasks)
+    kinds = {"edits": edits, "siblings": siblings, "separate": separate, "answers": answers}
+    sides = kinds[options.what](options, llm, tasks)
     runs: dict[str, list[BatchRun]] = {name: [] for name, _ in sides}
     llm.generate([llm.tokens_of_chat(tasks[0].messages)], SamplingParams(max_tokens=8), use_tqdm=False)  # warm-up
     started, longest = time.monotonic(), 0.0
@@ -184,10 +216,11 @@ def main() -> None:
     if options.what == "edits":
         same = [run.token_ids == first[0].token_ids for each in runs.values() for run in each]
         assert all(same), "speculation changed an answer"
+    names = {"edits": "edits", "answers": options.set}
     document = {
         "benchmark": "references",
         "command": "python " + " ".join(sys.argv),
-        "prompts": f"{len(tasks)} of {options.what if options.what == 'edits' else 'retrieval'}",
+        "prompts": f"{len(tasks)} of {names.get(options.what, 'retrieval')}",
         "prompt_tokens": [len(llm.tokens_of_chat(each.messages)) for each in tasks],
         "engine": llm.engine.describe(),
         "machine": machine(llm.engine.threads),

@@ -11,7 +11,7 @@ constexpr float kMinusInfinity = -__builtin_inff();
 constexpr float kNaN = __builtin_nanf("");
 constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
 
-// Inputs to quantise: values as they are, or after an RMS norm, which is never written out.
+// Inputs to quantise: values as they are, or after a norm, which is never written out.
 struct Plain {
   const float* x;
   F16 at(int i) const { return load(x + i); }
@@ -21,6 +21,11 @@ struct Normed {
   const float* weight;
   F16 inverse;
   F16 at(int i) const { return load(x + i) * inverse * load(weight + i); }
+};
+struct Centred {
+  const float *x, *weight, *bias;
+  F16 mean, inverse;
+  F16 at(int i) const { return fma((load(x + i) - mean) * inverse, load(weight + i), load(bias + i)); }
 };
 
 inline bool finite(float x) { return x - x == 0.0f; }
@@ -93,10 +98,26 @@ inline void quantise_row(const Values& values, const Linear& consumer, const Act
   else quantise_int8(values, consumer, to, row);
 }
 
-inline float inverse_rms(const float* x, int padded_width, int width, float epsilon) {
-  F16 squares = zero();
-  for (int i = 0; i < padded_width; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + epsilon);
+// What a norm does to a row: (x - mean) * inverse. An RMS norm has no mean.
+struct Level {
+  float mean, inverse;
+};
+
+inline Level level_of(const float* x, int padded_width, const Norm& norm) {
+  F16 squares = zero(), total = zero();
+  const float width = static_cast<float>(norm.width);
+  float mean = 0.0f;
+  if (norm.bias) {
+    for (int i = 0; i < padded_width; i += 16) total = total + load(x + i);
+    mean = sum(total) / width;
+    for (int i = 0; i < norm.width; i += 16) {
+      const F16 off = select(lanes_within(i, 0, norm.width), load(x + i) - set1(mean), zero());
+      squares = fma(off, off, squares);
+    }
+  } else {
+    for (int i = 0; i < padded_width; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  }
+  return {mean, 1.0f / __builtin_sqrtf(sum(squares) / width + norm.epsilon)};
 }
 
 inline void quantise(const float* x, const Norm* norm, const Linear& consumer, const Activations& to, Range rows) {
@@ -108,19 +129,25 @@ inline void quantise(const float* x, const Norm* norm, const Linear& consumer, c
   }
   for (int start = rows.first; start < rows.last; start += kTogether) {
     const int end = start + kTogether < rows.last ? start + kTogether : rows.last;
-    float inverses[kTogether];
+    Level levels[kTogether];
+    for (int row = start; row < end; ++row) levels[row - start] = level_of(x + inputs * static_cast<size_t>(row), consumer.inputs, *norm);
     for (int row = start; row < end; ++row) {
-      inverses[row - start] = inverse_rms(x + inputs * static_cast<size_t>(row), consumer.inputs, norm->width, norm->epsilon);
-    }
-    for (int row = start; row < end; ++row) {
-      const Normed values = {x + inputs * static_cast<size_t>(row), norm->weight, set1(inverses[row - start])};
-      quantise_row(values, consumer, to, row);
+      const float* from = x + inputs * static_cast<size_t>(row);
+      const Level level = levels[row - start];
+      if (norm->bias) quantise_row(Centred{from, norm->weight, norm->bias, set1(level.mean), set1(level.inverse)}, consumer, to, row);
+      else quantise_row(Normed{from, norm->weight, set1(level.inverse)}, consumer, to, row);
     }
   }
 }
 
-inline void rms_norm(const float* x, const Norm& norm, int padded_width, float* out) {
-  const F16 inverse = set1(inverse_rms(x, padded_width, norm.width, norm.epsilon));
+inline void apply_norm(const float* x, const Norm& norm, int padded_width, float* out) {
+  const Level level = level_of(x, padded_width, norm);
+  const F16 mean = set1(level.mean), inverse = set1(level.inverse);
+  if (norm.bias) {
+    const Centred values = {x, norm.weight, norm.bias, mean, inverse};
+    for (int i = 0; i < padded_width; i += 16) store(out + i, values.at(i));
+    return;
+  }
   for (int i = 0; i < padded_width; i += 16) store(out + i, load(x + i) * inverse * load(norm.weight + i));
 }
 
@@ -159,22 +186,26 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   const float* cosine = rotary.cosine + angle * rotary.half;
   const float* sine = rotary.sine + angle * rotary.half;
   const F16 scale = set1(a.scale);
-  if (a.norm_all && a.q_norm) rms_norm(q, Norm{a.q_norm, a.heads * a.dim, a.epsilon}, a.heads * a.dim, q);
-  if (a.norm_all && a.k_norm) rms_norm(k, Norm{a.k_norm, a.kv_heads * a.dim, a.epsilon}, a.kv_heads * a.dim, k);
+  const bool each = !a.norm_all;
+  if (a.norm_all && a.q_norm) apply_norm(q, Norm{a.q_norm, a.heads * a.dim, a.epsilon}, a.heads * a.dim, q);
+  if (a.norm_all && a.k_norm) apply_norm(k, Norm{a.k_norm, a.kv_heads * a.dim, a.epsilon}, a.kv_heads * a.dim, k);
+  const auto turn = [&](float* x, const float* weight) {
+    if (weight && each && !a.norm_after) apply_norm(x, Norm{weight, a.dim, a.epsilon}, a.dim, x);
+    rotate(x, cosine, sine, rotary.half);
+    if (weight && each && a.norm_after) apply_norm(x, Norm{weight, a.dim, a.epsilon}, a.dim, x);
+  };
   for (int head = 0; head < a.heads; ++head, q += a.dim) {
-    if (a.q_norm && !a.norm_all) rms_norm(q, Norm{a.q_norm, a.dim, a.epsilon}, a.dim, q);
-    rotate(q, cosine, sine, rotary.half);
+    turn(q, a.q_norm);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
   const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
-    if (a.k_norm && !a.norm_all) rms_norm(k, Norm{a.k_norm, a.dim, a.epsilon}, a.dim, k);
-    if (a.v_norm) rms_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
-    rotate(k, cosine, sine, rotary.half);
+    turn(k, a.k_norm);
+    if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
     const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
-    write_cache(a, a.values, offset, v);
+    if (a.values) write_cache(a, a.values, offset, v);
   }
 }
 
@@ -391,31 +422,37 @@ inline void weigh_block(const Attention& a, const T* values, int count, int begi
                         const Merge* merge, float* running, float* sums, float* tile, const T* upcoming) {
   const bool moved = path && path->from < end;
   if (!moved && count <= kWeighBlock) {
-    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.dim, upcoming);
+    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.value_dim, upcoming);
   } else {
     for (int first = begin; first < end; first += 32) {
       const int keys = end - first < 32 ? end - first : 32;
       if (upcoming) prefetch(upcoming + static_cast<size_t>(first - begin) * a.position_stride, static_cast<size_t>(keys) * a.position_stride * sizeof(T));
       for (int i = 0; i < keys; ++i) {
         const T* value = values + static_cast<size_t>(moved ? slot_of(*path, first + i) : first + i) * a.position_stride;
-        for (int d = 0; d < a.dim; d += 16) store(tile + i * a.dim + d, load_cached<T>(value + d));
+        for (int d = 0; d < a.value_dim; d += 16) store(tile + i * a.value_dim + d, load_cached<T>(value + d));
       }
-      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.dim), keys, first == begin, sums, a.dim, nullptr);
+      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.value_dim), keys, first == begin, sums, a.value_dim, nullptr);
     }
   }
   for (int i = 0; i < count; ++i) {
     const F16 fresh = set1(merge[i].fresh), old = set1(merge[i].old);
-    for (int d = i * a.dim; d < (i + 1) * a.dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
+    for (int d = i * a.value_dim; d < (i + 1) * a.value_dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
   }
 }
 
+// limit * tanh(x / limit).
+inline F16 cap(F16 x, float limit) {
+  return (set1(2.0f) * sigmoid(x * set1(2.0f / limit)) - set1(1.0f)) * set1(limit);
+}
+
 // A query that sees no key of the block keeps its result: old = 1, fresh = 0, weights zero.
-inline Merge merge_block(Partial& running, float* scores, const Query& query, int start, int begin, int end) {
+inline Merge merge_block(Partial& running, float* scores, const Query& query, int start, int begin, int end, float limit) {
   if (query.high <= begin || query.low >= end) {
     memset(scores + (begin - start), 0, static_cast<size_t>((end - begin + 15) / 16 * 16) * sizeof(float));
     return {1.0f, 0.0f};
   }
   const int last = begin + (end - begin + 15) / 16 * 16;  // scores come in whole vectors
+  if (limit > 0.0f) for (int i = begin - start; i < last - start; i += 16) store(scores + i, cap(load(scores + i), limit));
   const bool some_hidden = query.low > begin || query.high < last;
   const Partial block = (some_hidden ? soften<true> : soften<false>)(scores, start, begin, end, query.low, query.high);
   const float top = block.top > running.top ? block.top : running.top;
@@ -438,8 +475,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
                         float* scratch, const uint8_t* then) {
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
-  float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
-  float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.dim);
+  float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
+  float* tile = sums + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
   Partial partial[kMaxQueries];
   Merge merge[kMaxQueries];
   int low = queries[0].low, high = 0;
@@ -448,7 +485,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
     low = queries[i].low < low ? queries[i].low : low;
     high = queries[i].high > high ? queries[i].high : high;
   }
-  memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.dim) * sizeof(float));
+  memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.value_dim) * sizeof(float));
   const size_t base = cache_offset(a, row, kv_head, 0);
   const T* keys = reinterpret_cast<const T*>(a.keys) + base;
   const T* values = reinterpret_cast<const T*>(a.values) + base;
@@ -464,21 +501,21 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
       float* s = scores + static_cast<size_t>(first) * kKeyBlock;
       score_block(a, keys, queries + first, step, start, begin, stop, s, tile, values, path);
       for (int i = first; i < first + step; ++i) {
-        merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop);
+        merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop, a.cap);
       }
       const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
       weigh_block(a, values, step, begin, stop, path, s + (begin - start), merge + first,
-                  running + static_cast<size_t>(first) * static_cast<size_t>(a.dim), sums, tile, upcoming);
+                  running + static_cast<size_t>(first) * static_cast<size_t>(a.value_dim), sums, tile, upcoming);
     }
   }
   for (int i = 0; i < count; ++i) {
     const F16 inverse = set1(1.0f / partial[i].total);
-    const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.dim);
+    const float* from = running + static_cast<size_t>(i) * static_cast<size_t>(a.value_dim);
     if (const float* gate = queries[i].gate) {
-      for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
+      for (int d = 0; d < a.value_dim; d += 16) store(queries[i].out + d, load(from + d) * inverse * sigmoid(load(gate + d)));
       continue;
     }
-    for (int d = 0; d < a.dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
+    for (int d = 0; d < a.value_dim; d += 16) store(queries[i].out + d, load(from + d) * inverse);
   }
 }
 
@@ -493,10 +530,10 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
     const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
     for (int i = 0; i < shared; ++i) {
-      const size_t at = static_cast<size_t>(kv_head * shared + i) * static_cast<size_t>(a.dim);
+      const size_t head = static_cast<size_t>(kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
-      queries[n++] = {row + at, a.out + a.out_stride * static_cast<size_t>(token) + at, static_cast<int>(low), static_cast<int>(high),
-                      a.gates ? row + a.gates + at : nullptr,
+      queries[n++] = {row + head * static_cast<size_t>(a.dim), a.out + a.out_stride * static_cast<size_t>(token) + to,
+                      static_cast<int>(low), static_cast<int>(high), a.gates ? row + a.gates + to : nullptr,
                       a.sinks ? Partial{a.sinks[kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }
@@ -576,9 +613,33 @@ inline F16 clamped_swiglu(F16 gate, F16 up) {
   return g * sigmoid(g * set1(1.702f)) * (u + set1(1.0f));
 }
 
-// limit * tanh(x / limit).
-inline F16 cap(F16 x, float limit) {
-  return (set1(2.0f) * sigmoid(x * set1(2.0f / limit)) - set1(1.0f)) * set1(limit);
+// GELU by the error function of Abramowitz and Stegun's formula 7.1.26, which is off by at most 1.5e-7.
+inline F16 exact_gelu(F16 x) {
+  const F16 z = abs(x) * set1(0.70710678f), t = set1(1.0f) / fma(z, set1(0.3275911f), set1(1.0f));
+  F16 p = fma(set1(1.061405429f), t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const F16 tail = p * t * exponential(zero() - z * z);  // 1 - erf(|x| / sqrt(2))
+  const F16 both = select(below(x, zero()), tail, set1(2.0f) - tail);
+  return x * set1(0.5f) * both;
+}
+
+inline F16 relu(F16 x) { return max(zero(), x); }  // NaN stays NaN, as in exponential
+
+// xIELU (arXiv 2411.13010). shape: alpha_p, alpha_n, beta and the largest argument of the exponential.
+inline F16 xielu(F16 x, const float* shape) {
+  const F16 linear = x * set1(shape[2]);
+  const F16 low = exponential(min(set1(shape[3]), x)) - set1(1.0f) - x;
+  return select(below(zero(), x), fma(x * x, set1(shape[0]), linear), fma(low, set1(shape[1]), linear));
+}
+
+inline F16 activate(Epilogue by, F16 x, const float* shape) {
+  if (by == Epilogue::kSilu) return silu(x);
+  if (by == Epilogue::kGelu) return gelu_tanh(x);
+  if (by == Epilogue::kExactGelu) return exact_gelu(x);
+  if (by == Epilogue::kXielu) return xielu(x, shape);
+  return by == Epilogue::kRelu ? relu(x) : relu(x) * relu(x);
 }
 
 // y: the 32 sums of one row and panel.
@@ -597,8 +658,10 @@ inline void finish(const LinearCall& call, int panel, int row, F16 y0, F16 y1) {
   if (call.epilogue == Epilogue::kSwiglu) return store(out + column / 2, silu(y0) * y1);
   if (call.epilogue == Epilogue::kGeglu) return store(out + column / 2, gelu_tanh(y0) * y1);
   if (call.epilogue == Epilogue::kClampedSwiglu) return store(out + column / 2, clamped_swiglu(y0, y1));
-  if (call.epilogue == Epilogue::kSilu) y0 = silu(y0), y1 = silu(y1);
-  if (call.epilogue == Epilogue::kGelu) y0 = gelu_tanh(y0), y1 = gelu_tanh(y1);
+  if (call.epilogue >= Epilogue::kSilu && call.epilogue <= Epilogue::kXielu) {
+    y0 = activate(call.epilogue, y0, call.shape);
+    y1 = activate(call.epilogue, y1, call.shape);
+  }
   if (call.epilogue == Epilogue::kCap) y0 = cap(y0, call.limit), y1 = cap(y1, call.limit);
   if (call.epilogue == Epilogue::kAdd) {
     y0 = load(out + column) + y0;

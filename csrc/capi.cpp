@@ -85,7 +85,7 @@ PL_EXPORT Problem pl_quantise(const Kernels* kernels, const Linear* consumer, co
 }
 
 PL_EXPORT void pl_rms_norm(const Kernels* kernels, const float* x, const float* weight, int width, int padded_width, float epsilon, float* out) {
-  kernels->rms_norm(x, Norm{weight, width, epsilon}, padded_width, out);
+  kernels->apply_norm(x, Norm{weight, width, epsilon}, padded_width, out);
 }
 
 PL_EXPORT void pl_embed(const Kernels* kernels, const Linear* table, int64_t token, float* out) { kernels->embed(*table, token, out); }

@@ -8,15 +8,6 @@
 namespace paceline {
 namespace {
 
-// The rows from `first` on, as the first ones of another set.
-Activations from_row(Activations rows, int first) {
-  const size_t at = static_cast<size_t>(first);
-  rows.data += rows.stride * at;
-  rows.scales += rows.scale_stride * at;
-  rows.sums += rows.sum_stride * at;
-  return rows;
-}
-
 int clamped_quotient(int value, int divisor, int most) { return std::clamp((value + divisor - 1) / divisor, 0, most); }
 
 }  // namespace
@@ -52,6 +43,7 @@ void ExpertBuffers::grow(const Experts& e, int threads, int tokens, int padded_w
   const size_t t = static_cast<size_t>(tokens), p = static_cast<size_t>(pairs), width = static_cast<size_t>(padded_width);
   normed.grow(sizeof(float) * t * width);
   scores.grow(sizeof(float) * t * static_cast<size_t>(padded(e.router.outputs, kRouterPanel)));
+  values.grow(sizeof(float) * t * static_cast<size_t>(e.count + e.groups));
   chosen.grow(sizeof(int32_t) * p);
   weights.grow(sizeof(float) * p);
   activated.grow(sizeof(float) * p * static_cast<size_t>(e.down->inputs));
@@ -73,26 +65,53 @@ void ExpertsStep::route(int thread) const {
   b_.sorted[static_cast<size_t>(thread)].sort(b_.chosen.as<int32_t>(), pairs(), e_.count);
 }
 
-// The experts with the highest scores, the first of equal ones, and their softmax weights. Exponentials are computed in
-// double, so that the weights do not depend on a library's rounding of floats.
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+// The experts with the highest values, the first of equal ones, and the weights of their outputs. Exponentials are
+// computed in double, so that the weights do not depend on a library's rounding of floats.
 void ExpertsStep::choose(int token) const {
-  float* s = scores(token);
+  const float* s = scores(token);
+  float* values = b_.values.as<float>() + token * (e_.count + e_.groups);
   int32_t* chosen = b_.chosen.as<int32_t>() + token * e_.used;
   float* weights = b_.weights.as<float>() + token * e_.used;
   const float top = *std::max_element(s, s + e_.count);
-  double total = 0.0;
-  if (!e_.normalised) for (int e = 0; e < e_.count; ++e) total += std::exp(static_cast<double>(s[e] - top));
+  const auto chance = [&](int e) {  // of a softmax, times the sum of all
+    return e_.sigmoid ? 1.0 / (1.0 + std::exp(-static_cast<double>(s[e]))) : std::exp(static_cast<double>(s[e] - top));
+  };
+  double all = e_.sigmoid ? 1.0 : 0.0, own = 0.0;
+  if (!e_.sigmoid && (e_.correction || !e_.normalised)) for (int e = 0; e < e_.count; ++e) all += chance(e);
+  for (int e = 0; e < e_.count; ++e) values[e] = e_.correction ? static_cast<float>(chance(e) / all) + e_.correction[e] : s[e];
+  if (e_.groups > 1) drop_groups(values);
   for (int rank = 0; rank < e_.used; ++rank) {
-    const int best = static_cast<int>(std::max_element(s, s + e_.count) - s);
-    const double weight = std::exp(static_cast<double>(s[best] - top));
+    const int best = static_cast<int>(std::max_element(values, values + e_.count) - values);
+    const double weight = chance(best);
     chosen[rank] = best;
     weights[rank] = static_cast<float>(weight);
-    if (e_.normalised) total += weight;
-    s[best] = -std::numeric_limits<float>::infinity();
+    own += weight;
+    values[best] = kNever;
   }
   for (int rank = 0; rank < e_.used; ++rank) {
-    weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / total);
+    weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / (e_.normalised ? own : all));
     if (e_.factors) weights[rank] *= e_.factors[chosen[rank]];
+  }
+}
+
+// Leaves the groups whose highest values, one or two, have the largest sums, the first of equal ones.
+void ExpertsStep::drop_groups(float* values) const {
+  const int size = e_.count / e_.groups;
+  float* totals = values + e_.count;
+  for (int g = 0; g < e_.groups; ++g) {
+    float first = kNever, second = kNever;
+    for (int e = g * size; e < (g + 1) * size; ++e) {
+      second = std::max(second, std::min(first, values[e]));
+      first = std::max(first, values[e]);
+    }
+    totals[g] = size > 1 && e_.group_best > 1 ? first + second : first;
+  }
+  for (int g = 0; g < e_.groups; ++g) {
+    int better = 0;
+    for (int other = 0; other < e_.groups; ++other) better += totals[other] > totals[g] || (totals[other] == totals[g] && other < g);
+    if (better >= e_.used_groups) std::fill(values + g * size, values + (g + 1) * size, kNever);
   }
 }
 
@@ -109,7 +128,7 @@ void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const L
   const Share share(pairs(), thread, pool_.threads());
   for (int place = share.first; place < share.last; ++place) {
     const int row = by_token ? sorted(thread).pair(place) / e_.used : place;
-    k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, from_row(b_.rows.view, place), {0, 1});
+    k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, b_.rows.view.from_row(place), {0, 1});
   }
   pool_.meet();
 }
@@ -129,7 +148,7 @@ void ExpertsStep::product(const Linear* experts, Epilogue epilogue, float* out, 
     const int last = clamped_quotient(std::max(0, share.last - before), passes(expert), count);
     if (first >= last) continue;
     const int row = by.first(expert);
-    const LinearCall call = {experts + expert, from_row(b_.rows.view, row), by.rows(expert), epilogue,
+    const LinearCall call = {experts + expert, b_.rows.view.from_row(row), by.rows(expert), epilogue,
                              out + out_stride * static_cast<size_t>(row), out_stride};
     k_.linear(call, first, last);
   }

@@ -27,7 +27,7 @@ class PairsByExpert {
 
 // The memory of a mixture, reused from layer to layer.
 struct ExpertBuffers {
-  Buffer normed, scores, chosen, weights, activated, outputs;
+  Buffer normed, scores, values, chosen, weights, activated, outputs;
   Quantised rows;                     // of all pairs, sorted by expert
   std::vector<PairsByExpert> sorted;  // one per thread: sorting is cheaper than waiting for another thread
 
@@ -59,6 +59,7 @@ class ExpertsStep {
   float* scores(int token) const { return b_.scores.as<float>() + static_cast<size_t>(token) * static_cast<size_t>(padded(e_.router.outputs, kRouterPanel)); }
   const PairsByExpert& sorted(int thread) const { return b_.sorted[static_cast<size_t>(thread)]; }
   void choose(int token) const;
+  void drop_groups(float* values) const;
   void quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const;
   void product(const Linear* experts, Epilogue epilogue, float* out, size_t out_stride, int thread) const;
 

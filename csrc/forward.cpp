@@ -173,7 +173,7 @@ class Pass {
     const Share share(tokens_.count, thread, pool_.threads());
     float* normed = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
     for (int i = share.first; i < share.last; ++i) {
-      k_.rms_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
+      k_.apply_norm(residual(i), norm(s_.final_norm), m_.padded_width, normed);
       tap_token(m_.layers.size() + 1, i, normed);
       if (!out_.hidden || i < out_.text) continue;
       std::memcpy(out_.hidden + static_cast<size_t>(i - out_.text) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
@@ -204,38 +204,46 @@ class Pass {
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
     const bool last = ends_with(index);
-    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * layer.dim;
+    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.recurrent) run_recurrent(layer, index, thread, watch);
+    else if (layer.latent) run_latent(layer, index, last, thread, watch);
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
+    if (layer.parallel) read_input(layer, thread, watch);
     auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
     const float* scale = layer.input ? nullptr : layer.scale_out;
+    if (!layer.parallel) read_input(layer, thread, watch);
     if (layer.experts) {
       run_experts(layer, scale, thread, watch);
     } else {
-      input = activate(layer, thread, watch);
+      input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+      watch.lap(kPrepare);
       add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
     }
     if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
-  // The input of a dense MLP's second product.
-  Activations activate(const Layer& layer, int thread, Stopwatch& watch) const {
+  // What the MLP and the experts make of the hidden states before their last products.
+  void read_input(const Layer& layer, int thread, Stopwatch& watch) const {
+    if (layer.experts) choose_experts(layer, thread, watch);
+    if (layer.gate_up.weights) activate(layer, thread, watch);
+  }
+
+  // The first product of an MLP of all tokens.
+  void activate(const Layer& layer, int thread, Stopwatch& watch) const {
     const Norm second = norm(layer.post_norm);
     const Norm* before = layer.post_norm ? &second : nullptr;
-    auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
     const float* const* changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
-    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / 2, thread);
-    multiply(layer.gate_up, input, gate_of(layer), m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes);
+    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / (layer.plain ? 1 : 2), thread);
+    const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
+    multiply(layer.gate_up, input, end, m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes, layer.shape);
     watch.lap(kProducts);
-    input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
-    watch.lap(kPrepare);
-    return input;
   }
 
   const float* const* change_down(const Layer& layer, int thread) const {
@@ -247,15 +255,23 @@ class Pass {
     return of[layer.activation];
   }
 
-  // Adds a mixture and the MLP beside it, if there is one, to the hidden states. scale: a factor of the sum, or null.
-  void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
-    const ExpertsStep step(*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width);
+  static Epilogue activation_of(const Layer& layer) {
+    constexpr Epilogue of[] = {Epilogue::kSilu, Epilogue::kGelu, Epilogue::kStore, Epilogue::kExactGelu, Epilogue::kRelu, Epilogue::kRelu2, Epilogue::kXielu};
+    return of[layer.activation];
+  }
+
+  ExpertsStep step_of(const Layer& layer) const {
+    return {*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width};
+  }
+
+  void choose_experts(const Layer& layer, int thread, Stopwatch& watch) const {
+    const ExpertsStep step = step_of(layer);
     const Share share(tokens_.count, thread, pool_.threads());
     const size_t stride = static_cast<size_t>(m_.padded_width);
     const ExpertsNorms* norms = layer.experts->norms;
     const auto write_inputs = [&](const float* weight) {  // of the norm, or null
       for (int i = share.first; i < share.last; ++i) {
-        if (weight) k_.rms_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
+        if (weight) k_.apply_norm(residual(i), norm(weight), m_.padded_width, step.input(i));
         else std::memcpy(step.input(i), residual(i), sizeof(float) * stride);
       }
       pool_.meet();
@@ -265,9 +281,19 @@ class Pass {
     if (norms) write_inputs(norms->before);
     if (thread == 0) m_.experts_read_ += step.distinct(thread);
     watch.lap(kPrepare);
+  }
+
+  // Adds a mixture and the MLP beside it, if there is one, to the hidden states, after `read_input`. scale: a factor of the
+  // sum, or null.
+  void run_experts(const Layer& layer, const float* scale, int thread, Stopwatch& watch) const {
+    const ExpertsStep step = step_of(layer);
+    const Share share(tokens_.count, thread, pool_.threads());
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    const ExpertsNorms* norms = layer.experts->norms;
     const bool shared = layer.gate_up.weights != nullptr;
     if (shared) {
-      const Activations input = activate(layer, thread, watch);
+      const auto input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+      watch.lap(kPrepare);
       multiply(layer.down, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread, change_down(layer, thread));
     }
     step.multiply(thread);
@@ -276,12 +302,12 @@ class Pass {
     for (int i = share.first; i < share.last; ++i) {
       step.sum(i, thread, sum);
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
-      if (norms) k_.rms_norm(sum, norm(norms->after), m_.padded_width, sum);
+      if (norms) k_.apply_norm(sum, norm(norms->after), m_.padded_width, sum);
       if (shared) {
-        if (norms) k_.rms_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
+        if (norms) k_.apply_norm(branch, norm(norms->shared_after), m_.padded_width, branch);
         k_.accumulate(branch, shared_weight(*layer.experts, step, i), m_.padded_width, sum);
       }
-      if (layer.mlp_out_norm) k_.rms_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
+      if (layer.mlp_out_norm) k_.apply_norm(sum, norm(layer.mlp_out_norm), m_.padded_width, sum);
       k_.accumulate(sum, 1.0f, m_.padded_width, residual(i));
       if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
@@ -333,7 +359,7 @@ class Pass {
       float* vector = vectors(i);
       for (int j = 0; j < all; ++j) vector[j] *= from.project_scale;
       for (int first = 0; first < all; first += from.width) {
-        k_.rms_norm(vector + first, Norm{from.norm, from.width, s_.epsilon}, from.width, vector + first);
+        k_.apply_norm(vector + first, Norm{from.norm, from.width, s_.epsilon}, from.width, vector + first);
       }
       for (int j = 0; j < all; ++j) vector[j] = (vector[j] + stored[j] * from.table_scale) * from.sum_scale;
     }
@@ -354,7 +380,7 @@ class Pass {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
-      k_.rms_norm(branch, norm(after), m_.padded_width, branch);
+      k_.apply_norm(branch, norm(after), m_.padded_width, branch);
       for (size_t j = 0; j < stride; ++j) residual(i)[j] += branch[j];
       if (scale) for (size_t j = 0; j < stride; ++j) residual(i)[j] *= *scale;
     }
@@ -389,7 +415,20 @@ class Pass {
       k_.recurrent(call, runs_[static_cast<size_t>(i / call.parts)], i % call.parts, scratch);
     }
     pool_.meet();
+    if (call.shape.kind == kMamba2) {
+      const Share slots(static_cast<int>(runs_.size()), thread, pool_.threads());
+      for (int i = slots.first; i < slots.last; ++i) k_.keep_inputs(call, runs_[static_cast<size_t>(i)], scratch);
+      const Share tokens(tokens_.count, thread, pool_.threads());
+      for (int i = tokens.first; i < tokens.last; ++i) k_.gate_output(call, i);
+      pool_.meet();
+    }
     watch.lap(kAttention);
+  }
+
+  int parts_of(const RecurrentShape& s) const {
+    if (s.kind == kShortConv) return pool_.threads();
+    const int shared = s.value_heads / s.key_heads;
+    return s.key_heads * (s.kind == kDeltaNet ? 1 : (shared + kHeadsOfPart - 1) / kHeadsOfPart);
   }
 
   RecurrentCall describe_recurrent(const Layer& layer) const {
@@ -397,12 +436,14 @@ class Pass {
     const int64_t slots = layer.place * cache_.rows;
     RecurrentCall call{};
     call.shape = s;
-    call.parts = s.kind == kDeltaNet ? s.key_heads : pool_.threads();
+    call.parts = parts_of(s);
     call.conv = layer.recurrent->conv;
     call.rate = layer.recurrent->rate;
     call.bias = layer.recurrent->bias;
     call.norm = layer.recurrent->norm;
-    call.epsilon = s_.epsilon;
+    call.conv_bias = layer.recurrent->conv_bias;
+    call.skip = layer.recurrent->skip;
+    call.epsilon = layer.recurrent->epsilon;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();
@@ -435,6 +476,133 @@ class Pass {
     watch.lap(kAttention);
   }
 
+  // The same of latent attention.
+  void run_latent(const Layer& layer, size_t index, bool keys_alone, int thread, Stopwatch& watch) const {
+    const Latent& latent = *layer.latent;
+    const Norm first = norm(layer.input_norm);
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
+    watch.lap(kPrepare);
+    multiply(layer.qkv, input, Epilogue::kStore, m_.qkv_.as<float>(), static_cast<size_t>(m_.padded_qkv), thread);
+    watch.lap(kProducts);
+    Attention attention = describe(layer);
+    attention.qkv = m_.absorbed_.as<float>();
+    attention.qkv_stride = absorbed_width(layer);
+    write_latent_keys(layer, attention, thread);
+    if (!keys_alone) absorb(layer, attention, thread, watch);
+    uint8_t* const values = attention.values;
+    attention.values = nullptr;  // they are written with the keys
+    rotate(layer, attention, thread);
+    watch.lap(kRotary);
+    if (keys_alone) return;
+    attention.values = values;
+    attention.out = m_.mixed_.as<float>();
+    attention.out_stride = static_cast<size_t>(layer.heads * latent.rank);
+    share_key(attention);
+    attend(attention, index, thread);
+    watch.lap(kAttention);
+    multiply_heads(layer, latent.expand, {attention.out, attention.out_stride, static_cast<size_t>(latent.rank), latent.rank},
+                   {m_.attended_.as<float>(), static_cast<size_t>(layer.attention_out.inputs), static_cast<size_t>(latent.value_dim), latent.value_dim},
+                   thread);
+    watch.lap(kProducts);
+  }
+
+  // A row of absorbed queries, and of the key behind them.
+  static size_t absorbed_width(const Layer& layer) { return static_cast<size_t>((layer.heads + 1) * layer.dim); }
+
+  // The numbers of a token that a layer's first matrix gives: of its queries or their vector.
+  static int query_outputs(const Layer& layer) {
+    const Latent& latent = *layer.latent;
+    return latent.query_rank ? latent.query_rank : layer.heads * (latent.key_dim + latent.rotary_dim);
+  }
+
+  // Lays every token's key, before its rotation, behind its absorbed queries.
+  void write_latent_keys(const Layer& layer, const Attention& attention, int thread) const {
+    const Latent& latent = *layer.latent;
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) {
+      const float* vector = m_.qkv_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_qkv) + query_outputs(layer);
+      float* key = attention.qkv + attention.qkv_stride * static_cast<size_t>(i) + layer.heads * layer.dim;
+      std::memcpy(key, vector + latent.rank, sizeof(float) * static_cast<size_t>(latent.rotary_dim));
+      k_.apply_norm(vector, Norm{latent.norm, latent.rank, latent.epsilon}, latent.rank, key + latent.rotary_dim);
+    }
+  }
+
+  // The queries of every head, multiplied by the matrix of its keys.
+  void absorb(const Layer& layer, const Attention& attention, int thread, Stopwatch& watch) const {
+    const Latent& latent = *layer.latent;
+    const int query_dim = latent.key_dim + latent.rotary_dim;
+    float* queries = m_.qkv_.as<float>();
+    size_t stride = static_cast<size_t>(m_.padded_qkv);
+    const Share share(tokens_.count, thread, pool_.threads());
+    if (latent.query_rank) {
+      const Linear& up = latent.query_up;
+      const size_t inputs = static_cast<size_t>(up.inputs), rank = static_cast<size_t>(latent.query_rank);
+      float* vectors = m_.vectors_of_queries_.as<float>();
+      for (int i = share.first; i < share.last; ++i) {
+        float* to = vectors + inputs * static_cast<size_t>(i);
+        std::memcpy(to, queries + stride * static_cast<size_t>(i), sizeof(float) * rank);
+        std::memset(to + rank, 0, sizeof(float) * (inputs - rank));
+      }
+      pool_.meet();
+      const Norm of_vector = {latent.query_norm, latent.query_rank, latent.epsilon};
+      const auto input = prepare(vectors, up.inputs, &of_vector, up, thread);
+      watch.lap(kPrepare);
+      queries = m_.queries_.as<float>();
+      stride = static_cast<size_t>(padded(up.outputs, kPanel));
+      multiply(up, input, Epilogue::kStore, m_.queries_.as<float>(), stride, thread);
+      watch.lap(kProducts);
+    }
+    for (int i = share.first; i < share.last; ++i) {
+      for (int head = 0; head < layer.heads; ++head) {
+        const float* query = queries + stride * static_cast<size_t>(i) + head * query_dim;
+        float* to = attention.qkv + attention.qkv_stride * static_cast<size_t>(i) + head * layer.dim;
+        std::memcpy(to, query + latent.key_dim, sizeof(float) * static_cast<size_t>(latent.rotary_dim));
+      }
+    }
+    multiply_heads(layer, latent.absorb, {queries, stride, static_cast<size_t>(query_dim), latent.key_dim},
+                   {attention.qkv + latent.rotary_dim, attention.qkv_stride, static_cast<size_t>(layer.dim), latent.rank}, thread);
+    watch.lap(kProducts);
+  }
+
+  // Numbers of every token and head: `width` of them from x + stride * token + step * head on.
+  struct ByHead {
+    float* x;
+    size_t stride, step;
+    int width;
+    float* at(int token, int head) const { return x + stride * static_cast<size_t>(token) + step * static_cast<size_t>(head); }
+  };
+
+  // The products of every head with its own matrix. Threads share the panels of all heads.
+  void multiply_heads(const Layer& layer, const Linear* matrices, const ByHead& from, const ByHead& to, int thread) const {
+    const int tokens = tokens_.count, count = panels(to.width);
+    const Share rows(layer.heads * tokens, thread, pool_.threads());
+    float* row = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    for (int i = rows.first; i < rows.last; ++i) {
+      const Linear& matrix = matrices[i / tokens];
+      std::memcpy(row, from.at(i % tokens, i / tokens), sizeof(float) * static_cast<size_t>(from.width));
+      std::memset(row + from.width, 0, sizeof(float) * static_cast<size_t>(matrix.inputs - from.width));
+      k_.quantise(row, nullptr, matrix, m_.by_head_.view.from_row(i), {0, 1});
+    }
+    pool_.meet();
+    const Share share(layer.heads * count, thread, pool_.threads());
+    for (int item = share.first; item < share.last;) {
+      const int head = item / count, first = item % count, last = std::min(count, first + share.last - item);
+      const LinearCall call = {matrices + head, m_.by_head_.view.from_row(head * tokens), tokens, Epilogue::kStore, to.at(0, head), to.stride};
+      k_.linear(call, first, last);
+      item += last - first;
+    }
+    pool_.meet();
+  }
+
+  // Cuts the heads that read one key into groups, as many as threads where that is possible: each is a unit of work.
+  void share_key(Attention& attention) const {
+    const int wanted = std::max(1, pool_.threads() / static_cast<int>(units_.size()));
+    int groups = 1;
+    while (groups < attention.heads && (attention.heads % groups || attention.heads / groups > kMaxQueries || groups < wanted)) ++groups;
+    attention.kv_heads = groups;
+    attention.head_stride = 0;
+  }
+
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
@@ -456,6 +624,12 @@ class Pass {
   void embed_token(int i, float* out) const {
     read_embedding(i, out);
     if (s_.embed_scale != 1.0f) for (int j = 0; j < m_.padded_width; ++j) out[j] *= s_.embed_scale;
+    if (s_.places) {
+      const int64_t place = std::min(tokens_.positions[i], s_.positions - 1);  // padding: its result is not used
+      const float* added = s_.places + static_cast<size_t>(place) * static_cast<size_t>(m_.padded_width);
+      for (int j = 0; j < m_.padded_width; ++j) out[j] += added[j];
+    }
+    if (s_.embedding_norm) k_.apply_norm(out, norm(s_.embedding_norm), m_.padded_width, out);
   }
 
   void read_embedding(int i, float* out) const {
@@ -479,9 +653,9 @@ class Pass {
     float* embedded = m_.joined_.as<float>() + 2 * stride * static_cast<size_t>(i);
     float* hidden = embedded + stride;
     embed_token(i, embedded);
-    k_.rms_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
+    k_.apply_norm(embedded, norm(projects() ? s_.fusion->embedding_norm : m_.layers[0].input_norm), m_.padded_width, embedded);
     enter(i);
-    k_.rms_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
+    k_.apply_norm(residual(i), norm(s_.fusion->hidden_norm), m_.padded_width, hidden);
     if (s_.fusion->normed_residual) std::memcpy(residual(i), hidden, sizeof(float) * stride);
   }
 
@@ -497,9 +671,9 @@ class Pass {
   }
 
   void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread,
-                const float* const* changes = nullptr) const {
+                const float* const* changes = nullptr, const float* shape = nullptr) const {
     const Share share(panels(linear.outputs), thread, pool_.threads());
-    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes}, share.first, share.last);
+    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes, shape}, share.first, share.last);
     pool_.meet();
   }
 
@@ -513,7 +687,7 @@ class Pass {
       const Share share(tokens_.count, thread, pool_.threads());
       for (int i = share.first; i < share.last; ++i) {
         const size_t at = stride * static_cast<size_t>(i);
-        if (cache_.adapter_of[tokens_.rows[i]]) k_.rms_norm(x + at, *norm, linear.inputs, normed + at);
+        if (cache_.adapter_of[tokens_.rows[i]]) k_.apply_norm(x + at, *norm, linear.inputs, normed + at);
       }
       pool_.meet();
       x = normed;
@@ -593,7 +767,7 @@ class Pass {
     a.slots = tokens_.slots;
     a.paths = paths_;
     a.keys = table.keys + offset;
-    a.values = table.values + offset;
+    a.values = table.values ? table.values + offset : nullptr;
     a.row_stride = static_cast<size_t>(table.row_stride);
     a.head_stride = static_cast<size_t>(table.head_stride);
     a.position_stride = static_cast<size_t>(table.position_stride);
@@ -601,6 +775,11 @@ class Pass {
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
+    a.value_dim = layer.dim;
+    if (layer.latent) {
+      a.value_dim = layer.latent->rank;
+      a.values = a.keys + static_cast<size_t>(layer.latent->rotary_dim) * (cache_.bf16 ? 2 : 4);
+    }
     a.capacity = cache_.capacity;
     a.window = layer.window;
     a.scale = layer.scale;
@@ -611,11 +790,13 @@ class Pass {
     a.gates = layer.gated ? static_cast<size_t>((layer.heads + 2 * layer.kv_heads) * layer.dim) : 0;
     a.norm_all = layer.norm_all != 0;
     a.sinks = layer.sinks;
+    a.norm_after = layer.norm_after != 0;
+    a.cap = layer.cap;
     return a;
   }
 
   float* residual(int i) const { return m_.residual_.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(m_.padded_width); }
-  Norm norm(const float* weight) const { return {weight, s_.width, s_.epsilon}; }
+  Norm norm(const float* weight) const { return {weight, s_.width, s_.epsilon, weight && s_.centred ? weight + m_.padded_width : nullptr}; }
 
   Model& m_;
   const Kernels& k_;
@@ -632,9 +813,21 @@ class Pass {
   std::vector<AdapterRun> adapted_;
 };
 
+void Model::grow_latent(const Layer& layer, int tokens) {
+  const Latent& latent = *layer.latent;
+  const size_t n = static_cast<size_t>(tokens) * sizeof(float);
+  if (latent.query_rank) {
+    vectors_of_queries_.grow(n * static_cast<size_t>(latent.query_up.inputs));
+    queries_.grow(n * static_cast<size_t>(padded(latent.query_up.outputs, kPanel)));
+  }
+  absorbed_.grow(n * static_cast<size_t>((layer.heads + 1) * layer.dim));
+  mixed_.grow(n * static_cast<size_t>(layer.heads * latent.rank));
+  by_head_.grow(layer.heads * tokens + kRowMultiple, std::max(latent.absorb->inputs, latent.expand->inputs));
+}
+
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
-  const int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
+  int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
@@ -645,6 +838,7 @@ void Model::grow(int threads, int tokens) {
   activated_.grow(n * static_cast<size_t>(padded_activated));
   for (const Layer& layer : layers) {
     if (layer.experts) experts_->grow(*layer.experts, threads, tokens, padded_width);
+    if (layer.latent) grow_latent(layer, tokens);
   }
   if (spec.inputs) vectors_.grow(n * static_cast<size_t>(padded(spec.inputs->project.outputs, kPanel)));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
@@ -653,12 +847,16 @@ void Model::grow(int threads, int tokens) {
     ranks_.grow(n * static_cast<size_t>(widest_rank));
     changes_.grow(n * static_cast<size_t>(widest_change));
   }
+  for (const Layer& layer : layers) {
+    if (layer.latent) widest = std::max({widest, layer.latent->query_up.inputs, layer.latent->absorb->inputs, layer.latent->expand->inputs});
+  }
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
   for (auto& scratch : scratch_) {
     int narrowest = padded_width;
     for (const Layer& layer : layers) {
-      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, layer.input ? layer.input->out.inputs : 0}) {
+      const int others[] = {layer.input ? layer.input->out.inputs : 0, layer.latent ? layer.latent->query_up.inputs : 0};
+      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1]}) {
         if (inputs) narrowest = std::min(narrowest, inputs);  // a mixture may have no MLP of one width
       }
     }
@@ -773,7 +971,7 @@ class FusePass {
       std::memcpy(own, from + tap * width, sizeof(float) * width);
       std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(stride) - width));
       const Norm norm = {f_.tap_norms + tap * static_cast<size_t>(stride), f_.target_width, m_.spec.epsilon};
-      m_.kernels.rms_norm(own, norm, stride, own);
+      m_.kernels.apply_norm(own, norm, stride, own);
       std::memcpy(to + tap * width, own, sizeof(float) * width);
     }
   }

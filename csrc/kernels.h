@@ -8,9 +8,9 @@
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
-// kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu and kGelu
+// kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu to kXielu
 // apply to every output. kCap: limit * tanh(y / limit).
-enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kCap };
+enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kExactGelu, kRelu, kRelu2, kXielu, kCap };
 
 constexpr int kPanel = 32;            // output columns that are packed and computed together
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
@@ -54,6 +54,11 @@ struct Activations {
   float* scales;  // per row and group of 64
   int32_t* sums;  // int8 weights: -128 times the sum of each group of 64; int4: the sum of each of the weights' groups
   size_t scale_stride, sum_stride;
+  // The rows from `first` on, as the first ones of another set.
+  Activations from_row(int first) const {
+    const size_t at = static_cast<size_t>(first);
+    return {data + stride * at, stride, scales + scale_stride * at, sums + sum_stride * at, scale_stride, sum_stride};
+  }
 };
 
 struct LinearCall {
@@ -65,16 +70,19 @@ struct LinearCall {
   size_t out_stride;
   float limit = 0.0f;  // of kCap
   const float* const* changes = nullptr;  // per row: numbers to add to its outputs before the epilogue, or null; or null for all rows
+  const float* shape = nullptr;           // of kXielu: its four numbers
 };
 
 struct Range {
   int first, last;  // last is exclusive
 };
 
+// An RMS norm, or with a bias a layer norm.
 struct Norm {
   const float* weight;  // padded with zeros
   int width;            // not padded
   float epsilon;
+  const float* bias = nullptr;  // padded with zeros
 };
 
 struct Rotary {
@@ -101,10 +109,11 @@ struct Attention {
   const int64_t* slots;  // null: equal to positions
   const Path* paths;     // per token; null: keys lie at their positions
   uint8_t* keys;         // of this layer: [row][head][position][dim]
-  uint8_t* values;
+  uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written
   size_t row_stride, head_stride, position_stride;  // in elements
   bool bf16;
   int heads, kv_heads, dim;
+  int value_dim;     // width of a value
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
   int64_t window;    // 0: unlimited
   float scale;
@@ -115,19 +124,24 @@ struct Attention {
   size_t gates;  // place of the output's gates in a row of qkv, head after head; 0: none
   bool norm_all;  // whether the norms are over all heads together instead of each head
   const float* sinks;  // [heads], one more score of each head, without a value; or null
+  bool norm_after;  // whether the norms stand behind the rotation
+  float cap;        // scores are cap * tanh(score / cap); 0: they are not capped
 };
 
-enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2 };
+enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2, kMamba2 = 3 };
 
 // A model's recurrent layers, which are all of one kind and shape; all 0: it has none.
 struct RecurrentShape {
   int32_t kind;                           // RecurrentKind
   int32_t taps, channels, gates, state;  // StateShape of src/paceline/core/recurrent_state.py; numbers of the state
-  // For gated delta nets: value heads value_heads / key_heads * i and following share key head i.
+  // For gated delta nets: value heads value_heads / key_heads * i and following share key head i. For Mamba-2 a group is a
+  // key head, whose key is B and whose query is C; a head is a value head, whose value is x.
   int32_t key_heads, value_heads, key_dim, value_dim;
   int input_width() const { return channels + gates; }
-  int output_width() const { return kind == kDeltaNet ? value_heads * value_dim : channels; }
+  int output_width() const { return kind == kShortConv ? channels : value_heads * value_dim; }
 };
+
+constexpr int kHeadsOfPart = 4;  // of Mamba-2: heads that share B and C are cut into parts of this many
 
 constexpr int kMostTaps = 8;
 
@@ -145,14 +159,17 @@ struct SlotRun {
 // One recurrent layer, over the states of all slots.
 struct RecurrentCall {
   RecurrentShape shape;
-  int parts;  // into which its channels are cut: key heads of a gated delta net; any number of a short convolution
+  int parts;  // into which its channels are cut: key heads of a gated delta net; some heads of Mamba-2; any number of a
+              // short convolution
   const float* conv;  // [taps][channels]
-  const float *rate, *bias, *norm;  // of a gated delta net
+  const float *rate, *bias, *norm;  // of a gated delta net or Mamba-2; the norm of Mamba-2 may be null
+  const float *conv_bias, *skip;    // of Mamba-2: [channels] or null, and [value_heads]
   float epsilon;
-  float* mixed;  // [tokens][mixed_stride]: of a gated delta net, inputs of the convolution, then the output's gates; of a
-                 // short convolution, B, C and x: B is overwritten
+  float* mixed;  // [tokens][mixed_stride]: of a gated delta net and Mamba-2, inputs of the convolution, then the output's
+                 // gates; of a short convolution, B, C and x: B is overwritten
   size_t mixed_stride;
-  const float* gates;  // [tokens][gates_stride]: beta of each value head before its sigmoid, then inputs of the decays
+  const float* gates;  // [tokens][gates_stride]: of a gated delta net, beta of each value head before its sigmoid, then inputs
+                       // of the decays; of Mamba-2, inputs of the heads' steps
   size_t gates_stride;
   float* out;  // [tokens][out_stride]: value heads side by side, or channels
   size_t out_stride;
@@ -163,8 +180,9 @@ struct RecurrentCall {
 constexpr int kWalkTokens = 64;   // tokens that go through a recurrent state together; a slot's window is no longer
 constexpr int kWidestBlock = 64;  // columns that they go through before the next ones: 16 * kStateBlock on AVX-512
 
-// A part's channels of a token, and the gates of all.
+// A part's channels of a token, and the gates of all; of Mamba-2, the steps and decays of the part's heads.
 static inline int recurrent_token_floats(const RecurrentShape& s) {
+  if (s.kind == kMamba2) return (2 * s.key_dim + kHeadsOfPart * (s.value_dim + 2) + 15) / 16 * 16;
   return s.key_heads ? (s.channels / s.key_heads + s.gates + 15) / 16 * 16 : 0;
 }
 
@@ -216,7 +234,7 @@ struct Kernels {
   // Quantises rows of x, after a norm or without (null), for a linear layer. A row has as many values as the layer has
   // padded inputs; its padding holds zeros.
   void (*quantise)(const float* x, const Norm* norm, const Linear& consumer, const Activations& to, Range rows);
-  void (*rms_norm)(const float* x, const Norm& norm, int padded, float* out);
+  void (*apply_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
   // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
@@ -224,6 +242,9 @@ struct Kernels {
   void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
   // A recurrent layer: all nodes of one slot, one of the call's parts. Scratch: recurrent_scratch_floats().
   void (*recurrent)(const RecurrentCall& call, const SlotRun& run, int part, float* scratch);
+  // What Mamba-2's parts share, once all of them have run: the inputs that a slot keeps, and the norm of a token's output.
+  void (*keep_inputs)(const RecurrentCall& call, const SlotRun& run, float* scratch);
+  void (*gate_output)(const RecurrentCall& call, int token);
   void (*embed)(const Linear& table, int64_t token, float* out);
   // Scores of a panel of experts: x [rows][stride] -> out [rows][outputs padded to kRouterPanel]. One chain of additions
   // over the inputs for each score.

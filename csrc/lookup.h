@@ -7,11 +7,11 @@ namespace paceline {
 
 class Texts;
 
-// Further sources of a row beside its own text and the documents. Among `siblings` its own text has the index `number`,
-// and begins at the row's position `first`.
+// Further sources of a row beside its own text and the documents. Among `answers` its own has the index `number`, and
+// begins at the row's position `first`.
 struct RowSources {
   const Texts* references;
-  Texts* siblings;
+  Texts* answers;
   int64_t number;
   int64_t first;
 };

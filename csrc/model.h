@@ -12,15 +12,16 @@
 
 namespace paceline {
 
-// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net, channels and the gates of its
-// output; of a short convolution, B, C and x.
+// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net and Mamba-2, channels and the gates
+// of its output; of a short convolution, B, C and x. Fields that a kind does not have are null.
 struct Recurrent {
-  Linear gates;       // of a gated delta net: rows of beta, then of the decay; else without weights
+  Linear gates;       // of a gated delta net: rows of beta, then of the decay; of Mamba-2: of the steps; else without weights
   const float* conv;  // [taps][channels]
-  const float *rate, *bias, *norm;  // of a gated delta net, or null
+  const float *rate, *bias, *norm, *conv_bias, *skip;  // see RecurrentCall
+  float epsilon;      // of the norm
 };
 
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };
 
 // Norms of a mixture and of the MLP beside it, where each reads the hidden states and has norms of its own: before the
 // router and the experts (before the MLP: Layer::post_norm), and after the experts and the MLP.
@@ -33,7 +34,9 @@ struct Experts {
   Router router;                 // rows of the experts, then that of the gate of the shared MLP's output, if it has one
   const Linear *gate_up, *down;  // of each expert; all have one shape
   int32_t count, used;           // experts, and experts of a token
-  int32_t normalised;            // whether a token's weights are a softmax over its experts' scores, not over all
+  // How a token's experts follow from the scores: Routing of src/paceline/kernels/experts.py.
+  int32_t normalised, sigmoid, groups, used_groups, group_best;  // group_best: 1 or 2
+  const float* correction;       // [count], added to the probabilities for the choice alone, or null
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };
@@ -53,6 +56,17 @@ struct TokenInputs {
   float table_scale, project_scale, sum_scale;
 };
 
+// Latent attention (MLA), in the absorbed form of src/paceline/models/description/latent.py. Its layer's qkv gives the
+// queries, or their vector, then the keys' vector and rotated elements. All heads read one key of a token, its rotated
+// elements before its normed vector, which is also its value.
+struct Latent {
+  Linear query_up;                 // of the queries' vector; without weights: qkv gives the queries
+  const Linear *absorb, *expand;   // of each head: a query's elements that are not rotated -> rank, and rank -> value_dim
+  const float *query_norm, *norm;  // of the vectors: [padded query_rank], or null, and [rank]
+  int32_t query_rank, rank, rotary_dim, key_dim, value_dim;
+  float epsilon;
+};
+
 // An adapter's change of a linear layer (LoRA): up(down(x)) is added to the layer's outputs, in their packed order. In
 // float32, with one chain of additions per number, so that a token's bits do not depend on others.
 struct LowRank {
@@ -63,6 +77,7 @@ enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, 
 
 struct Layer {
   Linear qkv, attention_out, gate_up, down;
+  // Norms of the hidden states, behind whose weights lie their biases if they are layer norms.
   const float* input_norm;  // before attention, or null
   const float* post_norm;   // before the MLP, or null
   const float* q_norm;      // or null
@@ -87,6 +102,12 @@ struct Layer {
   const float* scale_out;   // one factor of the layer's output, or null
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
+  const Latent* latent;    // null: attention with keys of its own heads
+  int32_t norm_after;      // whether q_norm and k_norm stand behind the rotation
+  float cap;               // of attention's scores; 0: none
+  int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
+  int32_t plain;           // whether the MLP has no gate: gate_up is up alone
+  const float* shape;      // of the activation: four numbers, or null
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -125,6 +146,9 @@ struct ModelSpec {
   RecurrentShape recurrent;
   const TokenInputs* inputs;  // or null
   float logits_cap;           // 0: none
+  int32_t centred;            // whether the norms of the hidden states are layer norms
+  const float* places;        // [positions][padded width], added to the embedding; or null
+  const float* embedding_norm;  // of the embedding; or null
   int32_t adapters;           // number of adapters, which Layer::changes have
 };
 
@@ -264,7 +288,7 @@ struct RoundCall {
 // Keys and values of the layers of one shape.
 struct KVTable {
   uint8_t* keys;  // [layer][row][head][position][dim]
-  uint8_t* values;
+  uint8_t* values;  // or null: a value is the last elements of its key
   int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
   int64_t layers, heads, dim;
 };
@@ -363,11 +387,14 @@ class Model {
   friend class HeadPass;
   friend class FusePass;
   void grow(int threads, int tokens);
+  void grow_latent(const Layer& layer, int tokens);
   void read_end(Pool& pool, const Tokens& chunk, int first, const Cache& cache, float* hidden, double* seconds);
 
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
+  Buffer vectors_of_queries_, queries_, absorbed_, mixed_;  // of latent attention
+  Quantised by_head_;                                       // its rows, head after head
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

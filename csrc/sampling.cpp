@@ -491,7 +491,7 @@ void move_in_layer(const KVTable& t, int64_t layer, int64_t item, const std::vec
     for (const Move& move : moves) {
       const int64_t first = layer * t.layer_stride + move.row * t.row_stride + head * t.head_stride;
       for (uint8_t* table : {t.keys, t.values}) {
-        std::memcpy(table + (first + move.to * t.position_stride) * item, table + (first + move.from * t.position_stride) * item,
+        if (table) std::memcpy(table + (first + move.to * t.position_stride) * item, table + (first + move.from * t.position_stride) * item,
                     static_cast<size_t>(t.dim * item));
       }
     }

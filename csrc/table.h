@@ -12,7 +12,7 @@ using Quantise = decltype(Kernels::quantise);
 
 // What a set brings of its own; the rest is the same source for all.
 inline Kernels table_of(const char* name, Multiply multiply, Quantise quantise_rows = quantise) {
-  return {name,  multiply, quantise_rows, rms_norm,   rotate_and_write, attend,  recurrent, embed,
+  return {name,  multiply, quantise_rows, apply_norm, rotate_and_write, attend,  recurrent, keep_inputs, gate_output, embed,
           route, accumulate, draw,        likelihood, probabilities,    logprobs};
 }
 

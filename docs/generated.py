@@ -24,7 +24,7 @@ from paceline.models.description.spec import DecoderSpec, DeltaNetSpec, MLPSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
-from paceline.models.native.spec import check_description
+from paceline.models.native.spec import check_reference
 
 WIDTH = 100  # characters of a terminal
 
@@ -89,6 +89,7 @@ def _fields_without_effect() -> Iterator[str]:
     from paceline.server.chat_protocol import ChatRequest
     from paceline.server.embeddings import EmbeddingRequest
     from paceline.server.messages.protocol import MessagesRequest
+    from paceline.server.ollama.protocol import AnswerRequest, ModelOptions
     from paceline.server.protocol import CompletionRequest
     from paceline.server.responses.protocol import ResponsesRequest
 
@@ -108,6 +109,8 @@ def _fields_without_effect() -> Iterator[str]:
         ("/v1/embeddings", EmbeddingRequest),
         ("/v1/messages", MessagesRequest),
         ("/v1/responses", ResponsesRequest),
+        ("/api/chat and /api/generate", AnswerRequest),
+        ("options of /api/chat and /api/generate", ModelOptions),
     ):
         yield from (f"### Without effect in {path}", "", "| field | accepted | otherwise |", "| --- | --- | --- |")
         for name in sorted(body.labels - body.model_fields.keys()):
@@ -209,7 +212,7 @@ def _columns(alike: list[Family]) -> Iterator[str]:
     architectures = (name for each in alike if each.gguf is not None for name in each.gguf.architectures)
     yield ", ".join(f"`{name}`" for name in architectures) or "-"
     try:
-        check_description(spec)
+        check_reference(spec)
     except ModelFormatError as error:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
@@ -224,8 +227,6 @@ def _columns(alike: list[Family]) -> Iterator[str]:
 
 
 def _on_gpus(spec: DecoderSpec) -> str:
-    if any(attention.sinks for attention in spec.attentions):
-        return "no"
     if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
         return "bf16; no graphs"
     has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)

@@ -33,7 +33,11 @@ def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> g
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        epsilons = (getattr(config, name, None) for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
+        writer.add_layer_norm_eps(next((epsilon for epsilon in epsilons if epsilon is not None), 1e-5))
     return writer
 
 

@@ -21,7 +21,9 @@ from paceline.drafters.heads.decoder import TorchHead
 from paceline.drafters.heads.feature import FeatureHead
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.heads.transfer import TransferHead
+from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import AnyModel
+from paceline.models.decoding.decoder import Decoder
 from paceline.models.native.model import Quantization
 from toy import VOCAB
 
@@ -464,3 +466,29 @@ def tiny_feature_head(
     head = FeatureHead(HeadConfig({"model_type": family, **shape}, target_width, drafted, tuple(taps), **options))
     head.load_state_dict(tensors)
     return head.requires_grad_(False)
+
+
+# Hidden states of a target
+
+
+class Recorder:
+    """A reader that stores the hidden states of one row."""
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self.taps, self.shown = taps, {}
+
+    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
+        self.shown |= dict(zip(slots.tolist(), features, strict=True))
+
+    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        raise AssertionError("there are no trees here")
+
+    copy_row = keep_paths
+
+
+def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
+    """Hidden states [taps, width] of each token, from one plain pass."""
+    decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
+    decoder.attach_reader(recorder)
+    decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
+    return [recorder.shown[place] for place in range(len(text))]

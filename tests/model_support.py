@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from paceline.core.slots import Slots
 from paceline.kernels.attention.cached import CachedAttend
@@ -96,6 +96,18 @@ _GEMMA4 = _LLAMA | {
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+_LATENT = _LLAMA | {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+}  # fmt: skip
+_ROUTED = _LATENT | {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+}  # fmt: skip
+YARN_GROWING = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=48, max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
+    beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=16 / 28,
+)  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NATIVE |= {
     "gemma3": ("gemma3_text", _GEMMA3),
@@ -117,33 +129,100 @@ NATIVE |= {
     "qwen3_moe": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
     "olmoe": ("olmoe", _LLAMA | _EXPERTS),
     "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "minicpm3": ("minicpm3", _LATENT | {"scale_depth": 1.4, "dim_model_base": 8}),
+    "youtu": ("youtu", _LATENT | YARN_MSCALE),
+    "youtu with biases": ("youtu", _LATENT | {"rope_interleave": False, "attention_bias": True}),
+    "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
+    "deepseek_v2": ("deepseek_v2", _ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        _ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", _ROUTED | {"n_group": 1, "topk_group": 1}),
+    "mistral4": ("mistral4", _ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }
 
+_ROUTED = {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2, "norm_topk_prob": True,
+}  # fmt: skip
+_NAMED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1}
+_LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+NATIVE |= {
+    "mixtral": ("mixtral", _LLAMA | _LOCAL),
+    "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "cwm": ("cwm", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED} | rope("default")),
+    "exaone": ("exaone", _LLAMA),
+    "gemma": ("gemma", _LLAMA | {"head_dim": 8}),
+    "gemma2": ("gemma2", _LLAMA | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8,
+                                   "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "vaultgemma": ("vaultgemma", _LLAMA | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
+    "glm": ("glm", _LLAMA | {"head_dim": 8}),
+    "glm4": ("glm4", _LLAMA | {"head_dim": 8}),
+    "glm4_moe": ("glm4_moe", _LLAMA | _ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
+    "sarvam_moe": ("sarvam_moe", _LLAMA | _ROUTED | {"head_dim": 8}),
+    "solar_open": ("solar_open", _LLAMA | _ROUTED | {"head_dim": 8}),
+    "dots1": ("dots1", _LLAMA | _ROUTED | {"head_dim": 8, "sliding_window": None}),
+    "exaone_moe": ("exaone_moe", _LLAMA | _NAMED | {"sliding_window": 4, "n_group": 1}),
+    "hy_v3": ("hy_v3", _LLAMA | _NAMED | {"head_dim": 8}),
+    "minimax_m2": ("minimax_m2", _LLAMA | _LOCAL | {"head_dim": 8} | rope("default", partial_rotary_factor=0.5)),
+    "afmoe": ("afmoe", _LLAMA | _NAMED | {"head_dim": 8, "sliding_window": 4, "route_scale": 1.5, "mup_enabled": True}),
+    "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
+    "cohere2": ("cohere2", _LLAMA | {"logit_scale": 0.2, "sliding_window": 4, "layer_types": _MIXED}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", _LLAMA | {"head_dim": 8} | rope("dynamic", alpha=4.0, factor=1.0)),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", _LLAMA | {"head_dim": 8, "num_experts": 5, "moe_topk": 2}),
+    "ernie4_5": ("ernie4_5", _LLAMA | {"head_dim": 8, "use_bias": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", _LLAMA | {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 12}),
+    "seed_oss": ("seed_oss", _LLAMA | {"head_dim": 8}),
+    "helium": ("helium", _LLAMA | {"head_dim": 6}),
+    "mellum": ("mellum", _LLAMA | _EXPERTS | _BOTH_ROPES | {"head_dim": 8, "sliding_window": 4, "layer_types": _MIXED,
+                                                          "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "qwen3_moe with dense layers": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]}),
+    "qwen2_moe": ("qwen2_moe", _LLAMA | _EXPERTS | {"shared_expert_intermediate_size": 20}),
+    "flex_olmo": ("flex_olmo", _LLAMA | {"num_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoe_swa": ("granitemoe_swa", _LLAMA | _GRANITE | _LOCAL | {"shared_intermediate_size": 20,
+                                                                      "sliding_window": 4}),
+    "granite_swa": ("granite_swa", _LLAMA | _GRANITE | {"sliding_window": 4, "layer_rope_theta": [1e4, 0, 1e2]}),
+    "starcoder2": ("starcoder2", _LLAMA),
+    "phi": ("phi", _LLAMA | {"hidden_size": 32}),
+    "arcee": ("arcee", _LLAMA),
+    "apertus": ("apertus", _LLAMA | rope("default")),
+    "jais2": ("jais2", _LLAMA | {"head_dim": 8}),
+    "nemotron": ("nemotron", _LLAMA | {"hidden_size": 32}),
+    "stablelm": ("stablelm", _LLAMA | {"hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm in parallel": ("stablelm", _LLAMA | {"hidden_size": 64, "use_parallel_residual": True}),
+    "olmo": ("olmo", _LLAMA),
+    "nanochat": ("nanochat", _LLAMA),
+}  # fmt: skip
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
-    "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),
-    "afmoe": (
-        "afmoe",
-        _LLAMA
-        | {
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "num_dense_layers": 1,
-            "sliding_window": 4,
-        },
+    "cohere with norms of queries and keys": ("cohere", _LLAMA | {"logit_scale": 0.2, "use_qk_norm": True}),
+    "modernbert-decoder": (
+        "modernbert-decoder",
+        {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {"local_attention": 8},
     ),
     "jetmoe": ("jetmoe", _LLAMA | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "axk1": (  # keys and values of different widths
+        "axk1",
+        _LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
+        | {"topk_group": 1, "first_k_dense_replace": 1},
+    ),
 }
 
 
 def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """Random model in which every weight matters: biases and norms are random, too."""
     config = AutoConfig.for_model(kind, **fields, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    writes_alone = type(config) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if writes_alone else AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         stored = model.state_dict(keep_vars=True).values()  # buffers, too, which Gemma 4 has
@@ -199,9 +278,9 @@ class Runner:
         plan = backend.plan(positions, longest)
 
         class Noted(CachedAttend):
-            def again(noted, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:  # noqa: N805
+            def again(noted, layer: int, q: Tensor, **how: Any) -> Tensor:  # noqa: N805
                 self.calls.append(layer)
-                return super().again(layer, q, scale=scale, window=window)
+                return super().again(layer, q, **how)
 
         attend = Noted(
             self.cache, backend, plan, Slots.listed(range(first_row, first_row + len(tokens)), tokens.device)

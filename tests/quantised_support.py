@@ -254,7 +254,7 @@ def convert_files(path: Path, converter: Converter) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     numbers_of: dict[str, Tensor] = {}
     for name, tensor in load_file(path / "model.safetensors").items():
-        if re.search(r"layers\.\d+\..*_proj\.weight$", name):
+        if re.search(r"layers\.\d+\..*_proj(_qkvz)?\.weight$", name):
             found, numbers_of[name] = converter.convert(tensor.float())
             tensors |= {f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in found.items()}
         else:

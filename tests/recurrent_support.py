@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -23,9 +31,10 @@ from transformers.modeling_layers import MtpModel
 
 from kernels.reference_model import ReferenceModel
 from model_support import packed
-from paceline.drafters.heads.mtp import own_head
+from paceline.drafters.heads.mtp import MtpHead, own_checkpoint, own_config
 from paceline.drafters.heads.native import NativeHead
 from paceline.models.description.weights import LoadedTensor
+from paceline.models.families import FAMILIES
 from paceline.models.load.loading import Source, load_model, open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import spec_of
@@ -43,8 +52,9 @@ LFM2_SIZES: dict[str, dict[str, Any]] = {
 }
 GRANITE_SIZES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "grouped": {"heads": 6, "head_dim": 16, "groups": 2, "state_dim": 24, "taps": 3, "kinds": "fmmf", "tied": True},
-    "rotated": {"positions": "rope", "conv_bias": False},
+    "grouped": {"heads": 12, "head_dim": 16, "groups": 2, "state_dim": 32, "taps": 3, "kinds": "fmmf", "tied": True},
+    "experts": {"experts": 5},
+    "rotated": {"heads": 4, "head_dim": 80, "positions": "rope", "conv_bias": False},
 }
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -94,6 +104,21 @@ def tiny_qwen3_5(seed: int = 0, **sizes: Any) -> Qwen3_5ForCausalLM:
     return _randomised(Qwen3_5ForCausalLM, tiny_config(**sizes), seed)
 
 
+def tiny_mixture(kind: str, seed: int = 0, kinds: str = "ddf", **fields: Any) -> Any:
+    """A random model of Qwen's mixtures with gated delta nets. kind: its model_type."""
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"shared_expert_intermediate_size": 48, "hidden_size": 64, "head_dim": 16}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    heads |= {"linear_value_head_dim": 32}
+    given = _COMMON | _layers(kinds) | sizes | heads | {"tie_word_embeddings": False} | fields
+    config = AutoConfig.for_model(kind, **given)
+    return _randomised(AutoModelForCausalLM.from_config, config, seed)
+
+
+tiny_qwen3_5_moe = functools.partial(tiny_mixture, "qwen3_5_moe_text")
+tiny_qwen3_next = functools.partial(tiny_mixture, "qwen3_next", intermediate_size=80)
+
+
 def tiny_lfm2(
     seed: int = 0, width: int = 48, taps: int = 3, kinds: str = "ccf", *, tied: bool = True
 ) -> Lfm2ForCausalLM:
@@ -111,10 +136,23 @@ def tiny_lfm2(
     return _randomised(Lfm2ForCausalLM, config, seed)
 
 
+def tiny_lfm2_moe(seed: int = 0, kinds: str = "ccf", **fields: Any) -> Lfm2MoeForCausalLM:
+    """A random LFM2 with experts in all but its first layer, whose corrections change the choice."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 48, "num_dense_layers": 1}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2}
+    config = Lfm2MoeConfig(**(_COMMON | _layers(kinds) | sizes | experts | fields))
+    made = _randomised(Lfm2MoeForCausalLM, config, seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for layer in made.model.layers[1:]:
+            layer.feed_forward.expert_bias.normal_(0, 0.3)
+    return made
+
+
 def tiny_granite_hybrid(
     seed: int = 0,
-    heads: int = 4,
-    head_dim: int = 24,
+    heads: int = 8,
+    head_dim: int = 16,
     groups: int = 1,
     state_dim: int = 16,
     taps: int = 4,
@@ -123,22 +161,24 @@ def tiny_granite_hybrid(
     *,
     conv_bias: bool = True,
     tied: bool = False,
+    experts: int = 0,
 ) -> GraniteMoeHybridForCausalLM:
-    """A random Granite 4 without experts; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
+    """A random Granite 4; m is a Mamba-2 layer, f attention. heads, head_dim: of the Mamba-2 layers."""
     config = GraniteMoeHybridConfig(
         **_COMMON,
         **_layers(kinds),
-        hidden_size=48,
+        hidden_size=64,
         shared_intermediate_size=80,
         mamba_n_heads=heads,
         mamba_d_head=head_dim,
         mamba_n_groups=groups,
         mamba_d_state=state_dim,
         mamba_d_conv=taps,
-        mamba_expand=heads * head_dim // 48,
+        mamba_expand=heads * head_dim // 64,
         mamba_conv_bias=conv_bias,
         position_embedding_type=positions,
-        num_local_experts=0,
+        num_local_experts=experts,
+        intermediate_size=48,
         tie_word_embeddings=tied,
         embedding_multiplier=3.0,
         residual_multiplier=0.4,
@@ -146,6 +186,13 @@ def tiny_granite_hybrid(
         logits_scaling=0.5,
     )
     return _randomised(GraniteMoeHybridForCausalLM, config, seed)
+
+
+def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCausalLM:
+    """A random Bamba; m is a Mamba-2 layer, f attention."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+    layers = {"num_hidden_layers": len(kinds), "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "f"]}
+    return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
 
 
 def _randomised(model: Any, config: Any, seed: int) -> Any:
@@ -197,9 +244,11 @@ def tiny_native_recurrent(seed: int = 0, quantization: Quantization | None = "in
     return on_kernels(tiny_qwen3_5(seed, **sizes), quantization)
 
 
-def theirs_with_head(seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def theirs_with_head(
+    seed: int = 0, make: Callable[..., PreTrainedModel] = tiny_qwen3_5, **sizes: Any
+) -> tuple[PreTrainedModel, MtpModel]:
     """A random model of transformers, and a draft head for it."""
-    model = tiny_qwen3_5(seed, **sizes)
+    model = make(seed, **sizes)
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -227,21 +276,41 @@ def head_state(head: MtpModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors with those of all experts divided into each one's, as Qwen3-Next is published."""
+    found = {}
+    for name, weight in tensors.items():
+        stem, _, part = name.rpartition("experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            found[name] = weight
+            continue
+        for expert, whole in enumerate(weight):
+            halves = zip(("gate_proj", "up_proj"), whole.chunk(2), strict=True)
+            parts = dict(halves) if part == "gate_up_proj" else {part: whole}
+            found |= {f"{stem}experts.{expert}.{each}.weight": half.contiguous() for each, half in parts.items()}
+    return found
+
+
 def tiny_mtp(target: NativeModel, seed: int = 0) -> NativeHead:
     """A random head for ``tiny_native_recurrent``."""
     model, head = theirs_with_head(seed)
     stored = {name: LoadedTensor(weight) for name, weight in head_state(head).items()}
-    shape = torch.empty(VOCAB, target.width, dtype=torch.bfloat16, device="meta")
-    own = own_head(model.config, stored, (shape, shape), "tiny")
+    config, names = own_config(model.config), FAMILIES[model.config.model_type].head
+    assert names is not None
+    weights = own_checkpoint(config, names, stored, "tiny").tensors(torch.bfloat16, torch.device("cpu"))
+    end = torch.empty(VOCAB, target.width, dtype=torch.bfloat16, device="meta")
+    own = MtpHead(config, weights, (end, end))
     return NativeHead(own, "tiny", (target.layers,), target.max_positions, quantization="int8", target=target)
 
 
-def save_with_head(path: Path, seed: int = 0, **sizes: Any) -> tuple[Qwen3_5ForCausalLM, MtpModel]:
+def save_with_head(
+    path: Path, seed: int = 0, make: Callable[..., PreTrainedModel] = tiny_qwen3_5, **sizes: Any
+) -> tuple[PreTrainedModel, MtpModel]:
     """Save ``theirs_with_head`` as checkpoints are published, with a tokenizer whose tokens are numbers."""
-    model, head = theirs_with_head(seed, **sizes)
+    model, head = theirs_with_head(seed, make, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    tensors |= head_state(head)
+    tensors |= experts_apart(head_state(head)) if model.config.model_type == "qwen3_next" else head_state(head)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(path)
     return model, head

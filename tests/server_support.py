@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from paceline.config import ServerConfig
 from paceline.llm import LLM
 from paceline.server.app import make_app
 from paceline.server.context import Context
+from paceline.server.models import ModelSource, ServedModels
 from paceline.server.run import Server
 from polling import PATIENCE, wait_until
 from web import client
@@ -55,6 +56,7 @@ class Live:
 
     url: str
     context: Context
+    served: ServedModels
 
     @property
     def openai(self) -> OpenAI:
@@ -108,9 +110,16 @@ class Live:
         engine.scheduler.check_integrity()
 
 
-def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
-    app = make_app(config, lambda: load(model, **options))
-    server = Server(app, config, app.state.context.service.fail_all)
+def start(
+    config: ServerConfig,
+    model: str,
+    *,
+    others: Mapping[str, ModelSource] | None = None,
+    total_memory: int | None = None,
+    **options: Any,
+) -> Iterator[Live]:
+    app = make_app(config, lambda: load(model, **options), others=others, memory_limit=total_memory)
+    server = Server(app, config, app.state.served.fail_all)
     thread = threading.Thread(target=server.run)
     thread.start()
     context: Context = app.state.context
@@ -118,7 +127,7 @@ def start(config: ServerConfig, model: str, **options: Any) -> Iterator[Live]:
         wait_until(lambda: (server.started and context.service.state == "ready") or not thread.is_alive())
         assert thread.is_alive(), context.service.failure
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Live(f"http://127.0.0.1:{port}", context)
+        yield Live(f"http://127.0.0.1:{port}", context, app.state.served)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)

@@ -20,6 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from block_support import tiny_block
 from covering import in_turn, pairwise
 from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
@@ -82,6 +83,7 @@ from toy import (
     tiny_llama,
     tiny_native,
     tiny_native_experts,
+    tiny_native_latent,
     truth_of,
 )
 
@@ -113,13 +115,16 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4": tiny_native_gemma4,
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
+MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
-DRAFTS |= dict.fromkeys(["recurrent", "gemma4", "gemma4 experts", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
+DRAFTS |= dict.fromkeys(
+    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"]
+)
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -131,6 +136,7 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
     "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
+    "latent": lambda: tiny_native_head(MODELS["latent"](), 72),
     "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
 ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
@@ -144,16 +150,20 @@ PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
 IN_TORCH: dict[str, Callable[[AnyModel, int], HeadModel]] = {
     "transfer": tiny_transfer_head,
     "chimera": tiny_chimera_head,
+    "dflash": functools.partial(tiny_block, reduced=True),
+    "dspark": functools.partial(tiny_block, kind="dspark"),
+    "dflash2": functools.partial(tiny_block, kind="dflash2"),
 }
-WIDTHS = {"toy": 8, "flat": 8, "llama": 32}
+BLOCKS = ["dflash", "dspark", "dflash2"]
+WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
-    return IN_TORCH[kind](TARGETS[model](), WIDTHS[model])
+    return IN_TORCH[kind](MODELS[model](), WIDTHS[model])
 
 
 TORCH_HEADS: dict[str, dict[str, Callable[[], HeadModel]]] = {
-    kind: {model: functools.partial(torch_head, kind, model) for model in TARGETS} for kind in IN_TORCH
+    kind: {model: functools.partial(torch_head, kind, model) for model in WIDTHS} for kind in IN_TORCH
 }
 DRAFTERS += ["head", "head hybrid", "parallel", *IN_TORCH]
 LENGTHS = [1, 4, "bass", "auto", "profiled", "random", "caps", "selection", "stops", "confident"]
@@ -362,17 +372,25 @@ def test_restricted_rows_in_one_batch_equal_a_sampler_in_plain_python(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("kind", "drafter", "width"),
-    pairwise({"kind": ["feature", "parallel", *IN_TORCH], "drafter": ["feature", "hybrid"], "width": [1, 3]}),
+    ("kind", "drafter", "width", "model"),
+    pairwise(
+        {
+            "kind": ["feature", "parallel", *IN_TORCH],
+            "drafter": ["feature", "hybrid"],
+            "width": [1, 3],
+            "model": ["native", "experts", "lfm2"],
+        },
+        {("model", model): {"kind": BLOCKS} for model in ("experts", "lfm2")},
+    ),
 )
-def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int) -> None:
-    target = tiny_native(1)
-    documents = nearly_the_answers("native", "mixed") if drafter == "hybrid" else []
+def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kind: str, width: int, model: str) -> None:
+    target = MODELS[model]()
+    documents = nearly_the_answers(model, "mixed") if drafter == "hybrid" else []
     options = {"drafter": drafter, "documents": documents, "prefill_chunk": 7, "speculation_width": width}
     make = IN_TORCH.get(kind, functools.partial(tiny_head, parallel=kind == "parallel"))
-    engine = make_engine(target, make(target, 72), eos=EOS, **options)
+    engine = make_engine(target, make(target, WIDTHS[model]), eos=EOS, **options)
     engine.use_policy(RandomLength(seed=4))
-    assert answers(run(engine, PROMPTS, MIXED)) == plain("native", "mixed")
+    assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
 
 
@@ -490,8 +508,9 @@ DRAFTERS_OF = {
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
+    "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
-    **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
+    **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
 }
 BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
@@ -1012,10 +1031,10 @@ BRANCHING_OF = {
     "llama, split": ["model", "head hybrid"],
     "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"],
     "native by the host": ["head", "parallel hybrid"],
-    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts"), ("documents", "hybrid", "head")),
+    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
     **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
-    "mamba2": ["hybrid"],
+    "mamba2": ["hybrid", "dflash2"],
     "delta nets in torch": ["documents"],
     "delta nets on the device": ["model"],
 }
@@ -1031,7 +1050,7 @@ ONLY_TREES: dict[tuple[str, Any], dict[str, Collection[Any]]] = {
     **{("place", place): {"drafter": drafters} for place, drafters in BRANCHING_OF.items()},
     **{("length", length): {"drafter": HYBRIDS} for length in ("hybrid", "sources")},
     ("length", 1): {"drafter": BY_BATCH},
-    ("length", "stops"): {"drafter": ["model", "head", "head hybrid", "parallel"]},
+    ("length", "stops"): {"drafter": ["model", "head", "head hybrid", "parallel", "dspark"]},
     ("length", "budget"): {"drafter": ["documents", "model", "hybrid", "head"]},
     **{("drafter", drafter): {"length": [4, "random", "sources"]} for drafter in ("assistant", "assistant hybrid")},
     ("width", "auto"): {"place": ["native"], "length": [4]},
@@ -1274,6 +1293,7 @@ FAST_CASES = [
     *(("model", "rejection", 2, knobs) for knobs in SMALL_PARAMS),
     ("hybrid", "rejection", 2, "temperature only"),
     ("parallel", "rejection", 2, "every knob"),
+    ("dspark", "rejection", 2, "every knob"),
     ("independent draft", "rejection", 2, "temperature only"),
 ]
 MORE_CASES = [
@@ -1288,6 +1308,7 @@ MORE_CASES = [
     ("parallel", "rejection", 2),
     ("transfer", "rejection", 2),
     ("chimera", "rejection", 2),
+    *((kind, "rejection", 2) for kind in BLOCKS),
     ("independent draft", "rejection", 2),
 ]
 SLOW_CASES = [

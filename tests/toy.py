@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import seen_by
-from kernels.tools import random_spec, with_experts, with_sinks
+from kernels.tools import random_spec, with_experts, with_latent, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
@@ -190,6 +190,12 @@ def tiny_native_experts(quantization: Quantization | None = "int8") -> NativeMod
     spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, bias=True, seed=2)
     mixed = with_sinks(with_experts(spec, shared=True))
     return NativeModel(mixed, "experts", quantization=quantization, threads=1)
+
+
+def tiny_native_latent() -> NativeModel:
+    """The same with latent attention."""
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, seed=3)
+    return NativeModel(with_latent(spec), "latent", quantization="int8", threads=1)
 
 
 def make_engine(

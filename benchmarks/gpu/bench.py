@@ -185,9 +185,7 @@ def _model_bytes(pair: Pair, to: WeightFormat) -> int:
 def cache_bytes(config: DecoderSpec, setting: Setting, dtype: torch.dtype) -> int:
     """Bytes of the caches for the setting's rows."""
     positions = setting.context + ROOM
-    attention = config.layers[0].attention
-    shape = len(config.layers), setting.rows, attention.kv_heads, positions, attention.head_dim
-    return KVCache.bytes_for(*shape, dtype)
+    return KVCache.bytes_for(config.kv_layers, setting.rows, positions, dtype)
 
 
 class Bench:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from benchmarks.references import Side, arguments, separate, siblings
+from benchmarks.references import Side, answers, arguments, prompts_of, separate, siblings
 
 from paceline.llm import LLM
 from paceline.tools.bench.measure import BatchRun
@@ -50,3 +50,11 @@ def test_sibling_drafts_are_counted_with_and_without_copying() -> None:
     alone, together = run_sides(siblings(arguments(given), on_toys(), SETS["retrieval"][:1])).values()
     assert alone.token_ids == together.token_ids
     assert sum(m.drafted for m in alone.metrics) < sum(m.drafted for m in together.metrics)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_answers_of_all_requests_save_rounds() -> None:
+    options = arguments(["answers", "model", "--rows", "2", "--n", "1", "--max-tokens", "24", "--temperature", "0.5"])
+    own, every = run_sides(answers(options, on_toys(), prompts_of(options))).values()
+    assert own.token_ids == every.token_ids
+    assert sum(m.rounds for m in own.metrics) > sum(m.rounds for m in every.metrics)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.options import EngineFlags
-from paceline.cli.serve import with_json, with_keys
+from paceline.cli.serve import named_models, with_json, with_keys
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
 
@@ -77,3 +77,10 @@ def test_without_the_packages_of_the_server_the_extra_is_named(paceline: Any, mo
     result = paceline("serve", "no-such-model")
     assert result.exit_code == 2
     assert 'fastapi is not installed: pip install "paceline[serve]"' in result.output
+
+
+def test_further_models_have_names_of_their_own() -> None:
+    assert named_models(["a", "b=org/c", "d=x=y"], "first") == {"a": "a", "b": "org/c", "d": "x=y"}
+    for text in ("first", "a", "=x", "b="):
+        with pytest.raises(ParameterError, match="a name that no other model has"):
+            named_models(["a", text], "first")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import row_tables
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.row_tables import GROWS, RowTables
 from paceline.errors import CapacityError
 
@@ -37,7 +37,7 @@ def taken(*tables: Tensor) -> int:
 
 
 def cache_of(positions: int = POSITIONS, dim: int = DIM) -> KVCache:
-    return KVCache(LAYERS, ROWS, HEADS, positions, dim)
+    return KVCache([KVHeads(HEADS, dim)] * LAYERS, ROWS, positions)
 
 
 def fill(cache: KVCache, row: int, first: int, stop: int) -> None:

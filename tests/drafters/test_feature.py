@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from block_support import SIZE, BlockReading, tiny_block
 from head_support import (
     SHAPE,
     TAPS,
     TRANSFERS,
+    features_of,
     published,
     published_chimera,
     published_transfer,
@@ -36,6 +38,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
+from paceline.drafters.heads.block_decoder import TorchBlock
 from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.engine import Engine
@@ -46,7 +49,6 @@ from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths import FixedLength
 from paceline.lengths.auto import AutoLength
 from paceline.models.base import AnyModel
-from paceline.models.decoding.decoder import Decoder
 from paceline.models.load.loading import load_embedding
 from paceline.models.native.model import NativeModel
 from toy import (
@@ -67,31 +69,10 @@ PROMPTS = [[(7 * i + 3 * row) % VOCAB for i in range(size)] for row, size in enu
 PARAMS = [SamplingParams(temperature=0, max_tokens=5 + 2 * row, n=1 + 2 * (row == 3)) for row in range(len(PROMPTS))]
 
 
-class Recorder:
-    """A reader that stores the hidden states of one row."""
-
-    def __init__(self, taps: Sequence[int]) -> None:
-        self.taps, self.shown = taps, {}
-
-    def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.shown |= dict(zip(slots.tolist(), features, strict=True))
-
-    def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
-        raise AssertionError("there are no trees here")
-
-    copy_row = keep_paths
-
-
-def features_of(target: AnyModel, text: list[int], taps: Sequence[int]) -> list[Tensor]:
-    """Hidden states [taps, width] of each token, from one plain pass."""
-    decoder, recorder = Decoder(target, ReferenceAttention(), 1, len(text)), Recorder(taps)
-    decoder.attach_reader(recorder)
-    decoder.forward(torch.tensor([text]), torch.zeros(1, dtype=torch.int64), len(text))
-    return [recorder.shown[place] for place in range(len(text))]
-
-
 def draft_tokens_of(head: TorchHead, features: list[Tensor], text: list[int], k: int) -> list[int]:
     """Draft tokens after a text, computed from the format's description."""
+    if isinstance(head, TorchBlock):
+        return BlockReading(head.head.config, head.head.state_dict()).draft(text, features, k)
     reading = reading_of(head.head.state_dict())
     state, logits = reading.text(text[1:], features)
     draft_tokens: list[int] = []
@@ -124,14 +105,21 @@ class Watched:
         return draft
 
 
-def best_after(head: TorchHead, features: list[Tensor], text: list[int], way: Sequence[int], count: int) -> list[int]:
-    """A head's best draft tokens after a text and a path of a tree, computed from the format's description."""
-    reading = reading_of(head.head.state_dict())
-    state, logits = reading.text(text[1:], features)
-    for step, draft_token in enumerate(way):
-        state, logits = reading.after(draft_token, state, len(text) - 1 + step)
-    best = logits.topk(count).indices
-    return (best + head.head.d2t[best]).tolist()
+def logits_after(head: TorchHead, features: list[Tensor], text: list[int]) -> Callable[[Sequence[int]], Tensor]:
+    """A head's logits after a text and a path of a tree, computed from the format's description."""
+    if isinstance(head, TorchBlock):
+        block = BlockReading(head.head.config, head.head.state_dict())
+        rows = block.rows(text[-1], features)
+        return lambda way: block.logits(rows, [text[-1], *way])
+
+    def after(way: Sequence[int]) -> Tensor:
+        reading = reading_of(head.head.state_dict())
+        state, logits = reading.text(text[1:], features)
+        for step, draft_token in enumerate(way):
+            state, logits = reading.after(draft_token, state, len(text) - 1 + step)
+        return logits
+
+    return after
 
 
 TARGETS: dict[str, tuple[Callable[[], AnyModel], int]] = {
@@ -145,13 +133,19 @@ KINDS: dict[str, Callable[[AnyModel, int], TorchHead]] = {
     "parallel": partial(tiny_head, parallel=True),
     "hidden_transfer": tiny_transfer_head,
     "chimera": tiny_chimera_head,
+    "dflash": partial(tiny_block, reduced=True),
+    "dspark": partial(tiny_block, kind="dspark", reduced=True),
+    "dflash2": partial(tiny_block, kind="dflash2"),
 }
-ONE_PASS = {"hidden_transfer": tiny_transfer_head, "chimera": tiny_chimera_head}  # with a longest draft
+LONGEST = {"hidden_transfer": TRANSFERS, "chimera": TRANSFERS, "dflash": SIZE - 1, "dspark": SIZE, "dflash2": SIZE - 1}
 
 
 @pytest.mark.parametrize(
     ("kind", "model", "chunk"),
-    [("feature", "llama", 4), ("parallel", "native", 256), ("hidden_transfer", "native", 4), ("chimera", "llama", 256)],
+    [
+        *(("feature", "llama", 4), ("parallel", "native", 256), ("hidden_transfer", "native", 4)),
+        *(("chimera", "llama", 256), ("dflash", "llama", 4), ("dspark", "native", 256), ("dflash2", "llama", 7)),
+    ],
 )
 def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, chunk: int, kind: str) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds without draft tokens, for some rows
@@ -182,11 +176,13 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
             assert count == 0 or len(text) > 1, "without hidden states there are no draft tokens"
             if count == 0:
                 continue
-            features, beside = features_of(target, text[:-1], head.taps), defaultdict[tuple[int, ...], list[int]](list)
+            after = logits_after(head, features_of(target, text[:-1], head.taps), text)
+            beside = defaultdict[tuple[int, ...], list[int]](list)
             for *way, draft_token in paths[row][1:]:
                 beside[tuple(way)].append(draft_token)
             for way, draft_tokens in beside.items():
-                assert draft_tokens == best_after(head, features, text, way, len(draft_tokens))
+                best = after(way).topk(len(draft_tokens)).indices
+                assert draft_tokens == (best + head.head.d2t[best]).tolist()
                 compared[len(way), len(draft_tokens)] += 1
         return draft
 
@@ -274,20 +270,20 @@ def test_some_heads_draft_in_one_pass(kind: str, passes: int, monkeypatch: pytes
     assert calls["step"] == passes * 3
 
 
-@pytest.mark.parametrize("kind", ONE_PASS)
-def test_heads_with_maps_of_their_own_per_draft_token_make_no_more_than_they_have(kind: str) -> None:
+@pytest.mark.parametrize("kind", LONGEST)
+def test_heads_with_a_longest_draft_make_no_more(kind: str) -> None:
     target = tiny_llama()
-    engine = make_engine(target, ONE_PASS[kind](target, 32), drafter="feature", num_speculative_tokens=8)
+    engine = make_engine(target, KINDS[kind](target, 32), drafter="feature", num_speculative_tokens=8)
     drafted, propose = set(), engine.parts.drafter.propose
 
     def asked(batch: Batch, plan: SpeculationPlan) -> Draft:
         draft = propose(batch, plan)
-        drafted.add((plan.k > TRANSFERS, draft.k))
+        drafted.add((plan.k > LONGEST[kind], draft.k))
         return draft
 
     engine.parts.drafter.propose = asked  # type: ignore[method-assign]
     run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=40)] * 2)
-    assert {k for more, k in drafted if more} == {TRANSFERS}
+    assert {k for more, k in drafted if more} == {LONGEST[kind]}
 
 
 def test_tokens_outside_the_heads_vocabulary_have_probability_0() -> None:
@@ -317,7 +313,7 @@ def test_a_head_runs_beside_a_callers_autocast(kind: str) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 7, 9]
 
 
-@pytest.mark.parametrize("kind", ["feature", "chimera"])
+@pytest.mark.parametrize("kind", ["feature", "chimera", "dflash"])
 def test_memory_counts_the_stored_hidden_states(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)

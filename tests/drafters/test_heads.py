@@ -276,7 +276,7 @@ def residual(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": (speculators_config(layers(), speculators_model_type="dflash"), "dflash heads are not supported"),
+    "another kind": (speculators_config(layers(), speculators_model_type="mlp"), "mlp heads are not supported"),
     "no kind": (speculators_config(layers(), speculators_model_type="eagle9"), "'eagle9' is unknown"),
     "a model": ({"architectures": ["LlamaForCausalLM"], **layers()}, "not of a head"),
     "another architecture": (flat_config(layers(), architectures=["Eagle2Llama"]), "'Eagle2Llama' is not supported"),

@@ -70,9 +70,7 @@ def models_own(batch: Batch, prompts: list[list[int]], k: int) -> list[list[int]
     [([TWICE], True), ([TWICE, TWICE], True), ([SHORT], False), ([NEW], False), ([TWICE, SHORT, TWICE], False)],
     ids=["long match", "all long", "short match", "no match", "one of three short"],
 )
-def test_by_default_ngram_drafts_suffice_only_if_every_match_is_of_the_longest_kind(
-    prompts: list[list[int]], copies: bool
-) -> None:
+def test_by_default_ngram_drafts_suffice_only_if_every_match_is_strong(prompts: list[list[int]], copies: bool) -> None:
     drafter, batch = setup(*prompts)
     draft = drafter.propose(batch, SpeculationPlan(3))
     own = models_own(batch, prompts, 3)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.drafters.lookup import (
+    ANSWERS,
     DOCUMENTS,
     LONGEST_SUFFIX,
     MAX_POSITIONS,
     OWN,
     REFERENCES,
-    SIBLINGS,
+    WHOLE,
     Continuation,
     CopySources,
     HostLookup,
@@ -82,7 +83,7 @@ def test_the_native_search_equals_the_one_in_python(
     assert both[0] == both[1]
     assert all(
         len(draft_tokens) <= k and bool(draft_tokens) == (size > 0)
-        for draft_tokens, size, _ in zip(*both[0], strict=True)
+        for draft_tokens, size, *_ in zip(*both[0], strict=True)
     )
 
 
@@ -120,14 +121,14 @@ def test_several_continuations_are_the_same_in_both_and_the_first_is_the_one_of_
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
 def test_continuations_come_from_all_sources_the_longer_match_first(kind: int) -> None:
     lookup = lookups([[9, 1, 2, 3, 40]])[kind]
-    references, siblings = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
+    references, answers = lookup.texts([[7, 2, 3, 50]]), lookup.texts([[1, 2, 3, 60]])
     row = [2, 3, 70, 1, 2, 3]
-    (ways,) = ways_in(lookup, [row], 2, 9, [CopySources(references, siblings, 1)])
+    (ways,) = ways_in(lookup, [row], 2, 9, [CopySources(references, answers, 1)])
     found = [(way.draft_tokens[0], way.matched, way.source) for way in ways]
-    assert found == [(60, 3, SIBLINGS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
+    assert found == [(60, 3, ANSWERS), (40, 3, DOCUMENTS), (70, 2, OWN), (50, 2, REFERENCES)]
 
 
-# --- against a plain search, as answers grow --------------------------------------------------------------------------
+# --- as answers grow --------------------------------------------------------------------------------------------------
 
 
 def matching(text: Text, end: int, row: Text) -> int:
@@ -138,87 +139,78 @@ def matching(text: Text, end: int, row: Text) -> int:
     return size
 
 
-def naive(row: Text, sources: Sequence[Sequence[Text]], k: int) -> tuple[int, int, set[tuple[int, ...]]]:
-    """Matched tokens, source, and possible drafts: after the latest position in each of the source's texts."""
-    best, source, draft_tokens = 0, OWN, set()
-    for number, given_texts in enumerate(sources):
-        for text in given_texts:
-            sizes = [matching(text, end, row) for end in range(len(text) - 1)]
-            longest = max(sizes, default=0)
-            if longest > best:
-                best, source, draft_tokens = longest, number, set()
-            if longest == best > 0 and number == source:
-                end = max(place for place, size in enumerate(sizes) if size == longest)
-                following = list(text[end + 1 :])
-                draft_token = [following[i % len(following)] for i in range(k)] if source == OWN else following[:k]
-                draft_tokens.add(tuple(draft_token))
-    return best, source, draft_tokens
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_growing_answers_are_drafted_from_each_other_as_a_plain_search_would(seed: int) -> None:
-    """Parallel samples of two prompts, which grow in turn, skip rounds, end, and are replaced in their rows."""
+def test_growing_answers_are_drafted_from_each_other_and_the_oldest_are_forgotten(seed: int) -> None:
+    """Answers to two prompts, which grow in turn, skip rounds, end, and are replaced in their rows.
+
+    All implementations find the same, and each draft follows as long a match as they say.
+    """
     rng = random.Random(seed)
-    vocab, k, given_documents = rng.choice([2, 3, 6]), rng.randint(1, 6), [[0, 1, 2, 0, 1], [1]]
+    vocab, k, most = rng.choice([2, 3, 6]), rng.randint(1, 6), rng.choice([40, 150, 10**6])
     prompts = [[rng.randrange(vocab) for _ in range(size)] for size in (3, 12)]
-    references = [[[rng.randrange(vocab) for _ in range(9)], []], []]
-    for lookup in lookups(given_documents):
-        answers: list[list[list[int]]] = [[[] for _ in range(5)] for _ in prompts]
-        noted = [(lookup.texts(texts) if texts else None, lookup.texts()) for texts in references]
-        known: dict[tuple[int, int], int] = {}  # how much of an answer was there when it was last looked at
-        for _ in range(30):
-            playing = rng.sample([(family, number) for family in (0, 1) for number in range(5)], 4)
-            rows = [prompts[family] + answers[family][number] for family, number in playing]
-            firsts = [max(0, len(prompts[family]) - LONGEST_SUFFIX) for family, _ in playing]
-            beside = [CopySources(*noted[f], number, first) for (f, number), first in zip(playing, firsts, strict=True)]
-            found = found_in(lookup, rows, k, beside)
-            known |= {place: len(row) for place, row in zip(playing, rows, strict=True)}
-            for row, text in enumerate(rows):
-                family, number = playing[row]
-                first = firsts[row]
-                siblings = [
-                    (prompts[family] + answers[family][other])[first : known[family, other]]
-                    for other in range(5)
-                    if other != number and (family, other) in known
-                ]
-                size, source, draft_tokens = naive(text, [[text], references[family], siblings, given_documents], k)
-                assert (found.matched[row], found.sources[row]) == (size, source)
-                assert (not draft_tokens and not found.draft_tokens[row]) or tuple(
-                    found.draft_tokens[row]
-                ) in draft_tokens
-            for family, number in playing:
-                answers[family][number] += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
+    searched = [(lookup, [lookup.texts((), most) for _ in prompts]) for lookup in lookups([[0, 1, 2, 0, 1], [1]])]
+    answers: list[list[list[int]]] = [[[] for _ in range(9)] for _ in prompts]
+    for step in range(40):
+        numbers = range(min(5, step // 4), min(5, step // 4) + 4)
+        playing = rng.sample([(family, number) for family in (0, 1) for number in numbers], 4)
+        rows = [prompts[family] + answers[family][number] for family, number in playing]
+        results = []
+        for lookup, noted in searched:
+            beside = [
+                CopySources(None, noted[family], number, max(0, len(prompts[family]) - LONGEST_SUFFIX))
+                for family, number in playing
+            ]
+            results.append(found_in(lookup, rows, k, beside))
+            assert all(texts.held <= max(most, max(map(len, rows))) for texts in noted)
+        assert all(found == results[0] for found in results)
+        for row, drafted, matched, source in zip(rows, *results[0][:2], results[0].sources, strict=True):
+            others = [prompt + answer for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+            places = [(text, end) for text in (row, *others, [0, 1, 2, 0, 1]) for end in range(len(text) - 1)]
+            follows = [text[end + 1 :] for text, end in places if matching(text, end, row) == matched]
+            assert not drafted or source == OWN or any(text[: len(drafted)] == drafted for text in follows)
+        for family, number in playing:
+            answers[family][number] += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
+    sizes = [[texts.size(number) for texts in noted for number in range(9)] for _, noted in searched]
+    assert all(each == sizes[0] for each in sizes)
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_at_equal_length_the_rows_own_text_counts_then_references_siblings_documents(kind: int) -> None:
+def test_of_equally_long_matches_the_latest_that_goes_on_as_most_do_is_copied(kind: int) -> None:
+    lookup = lookups([])[kind]
+    answers = lookup.texts([[1, 2, 3, 50, 4], [9, 2, 3, 60, 5], [1, 2, 3, 50, 6], [1, 2, 3, 70, 7]])
+    found = found_in(lookup, [[1, 2, 3]], 2, [CopySources(answers=answers, number=4)])
+    assert found == LookupResult([[50, 6]], [3], [66], [ANSWERS]), "two of three; 60 follows a shorter match"
+
+
+@pytest.mark.parametrize("kind", range(len(lookups([]))))
+def test_at_equal_length_the_rows_own_text_counts_then_references_answers_documents(kind: int) -> None:
     def found(own: Text, sources: dict[int, Text]) -> tuple[int, list[int]]:
         lookup = lookups([sources[DOCUMENTS]] if DOCUMENTS in sources else [])[kind]
-        siblings = lookup.texts([[], sources.get(SIBLINGS, [])])
-        beside = CopySources(lookup.texts([sources.get(REFERENCES, [])]), siblings, 0, 0)
+        answers = lookup.texts([[], sources.get(ANSWERS, [])])
+        beside = CopySources(lookup.texts([sources.get(REFERENCES, [])]), answers, 0, 0)
         one = found_in(lookup, [own], 1, [beside])
         return one.sources[0], one.draft_tokens[0]
 
-    others = {REFERENCES: [1, 2, 11], SIBLINGS: [1, 2, 12], DOCUMENTS: [1, 2, 13]}
+    others = {REFERENCES: [1, 2, 11], ANSWERS: [1, 2, 12], DOCUMENTS: [1, 2, 13]}
     assert found([1, 2, 10, 1, 2], others) == (OWN, [10])
     assert found([9, 1, 2], others) == (REFERENCES, [11])
-    assert found([9, 1, 2], {**others, REFERENCES: [2, 11]}) == (SIBLINGS, [12])
+    assert found([9, 1, 2], {**others, REFERENCES: [2, 11]}) == (ANSWERS, [12])
     assert found([9, 1, 2], {DOCUMENTS: [1, 2, 13]}) == (DOCUMENTS, [13])
     assert found([1, 2, 10, 9, 1, 2], {**others, DOCUMENTS: [9, 1, 2, 14]}) == (DOCUMENTS, [14]), "the longer match"
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
 def test_what_every_answer_said_first_is_drafted_for_the_next(kind: int) -> None:
-    lookup, prompt = lookups([])[kind], [1, 2, 3, 4, 5, 6, 7]
-    siblings = lookup.texts()
+    lookup, prompt = lookups([])[kind], [*range(LONGEST_SUFFIX + 2)]
+    answers = lookup.texts()
     first = len(prompt) - LONGEST_SUFFIX
-    found_in(lookup, [[*prompt, 8, 9]], 3, [CopySources(None, siblings, 0, first)])
-    found = found_in(lookup, [prompt], 3, [CopySources(None, siblings, 1, first)])
-    assert found == LookupResult([[8, 9]], [LONGEST_SUFFIX], [SIBLINGS])
+    found_in(lookup, [[*prompt, 80, 90, 99]], 3, [CopySources(None, answers, 0, first)])
+    found = found_in(lookup, [prompt], 3, [CopySources(None, answers, 1, first)])
+    assert found == LookupResult([[80, 90]], [LONGEST_SUFFIX], [WHOLE], [ANSWERS])
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))
-def test_the_number_of_positions_compared_per_pair_of_tokens_is_limited(kind: int) -> None:
+def test_the_number_of_places_compared_per_ngram_is_limited(kind: int) -> None:
     lookup = lookups([])[kind]
     for others, size in ((MAX_POSITIONS - 1, 3), (MAX_POSITIONS, 2)):
         references = lookup.texts([[7, 1, 2, *([9, 1, 2] * others), 0]])

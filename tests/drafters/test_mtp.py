@@ -1,8 +1,10 @@
-"""The head in Qwen3.5's own checkpoint, against transformers' own code and plain decoding."""
+"""The head in a checkpoint of Qwen3.5, dense and with experts, against transformers' own code and plain decoding."""
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from paceline.core.batch import SpeculationPlan
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.layers import UnrolledAttention
 from paceline.drafters.heads.loading import has_own_head, load_own_head
+from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ParameterError
 from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
 from paceline.models.native.model import Quantization
 from quantised_support import CONVERTERS, convert_files
-from recurrent_support import save_with_head, tiny_qwen3_5
+from recurrent_support import save_with_head, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_next
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,11 +39,29 @@ PARAMS = [
 ]
 
 
+MAKERS: dict[str, Callable[..., Any]] = {
+    "dense": tiny_qwen3_5,
+    "experts": tiny_qwen3_5_moe,
+    "next": functools.partial(tiny_qwen3_next, mlp_only_layers=[1]),
+}
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3_5")
-    save_with_head(path)
-    return path
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Saves a checkpoint of ``MAKERS`` with its head, once."""
+
+    @functools.cache
+    def save(maker: str) -> Path:
+        path = tmp_path_factory.mktemp(maker)
+        save_with_head(path, make=MAKERS[maker])
+        return path
+
+    return save
+
+
+@pytest.fixture
+def checkpoint(saved: Callable[[str], Path]) -> Path:
+    return saved("dense")
 
 
 def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
@@ -52,8 +73,9 @@ def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
     return target, load_own_head(target, checkpoint)
 
 
-def test_the_head_equals_that_of_transformers(tmp_path: Path) -> None:
-    theirs, their_head = save_with_head(tmp_path, seed=3)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_head_equals_that_of_transformers(maker: str, tmp_path: Path) -> None:
+    theirs, their_head = save_with_head(tmp_path, 3, MAKERS[maker])
     _, head = loaded(tmp_path, "float32")
     assert isinstance(head, TorchHead)
     tokens = torch.randint(VOCAB, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -70,11 +92,17 @@ def test_the_head_of_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> No
     numbers = convert_files(tmp_path, CONVERTERS["float8 in small blocks"])
     head = loaded(tmp_path, "float32")[1]
     assert isinstance(head, TorchHead)
-    found = {f"mtp.{name}": weight for name, weight in head.head.state_dict().items()}
-    own = [name for name in numbers if name.startswith("mtp.")]
-    assert len(own) == 7, "q, k, v, o, gate, up and down"
-    for name in own:
-        torch.testing.assert_close(found[name], numbers[name], rtol=0, atol=0)
+    assert isinstance(head.head, MtpHead)
+    attention, mlp = "self_attn.{}_proj", "mlp.{}_proj"
+    stacks = {
+        "qkv": (attention, "qkv"),
+        "o": (attention, "o"),
+        "gate_up": (mlp, ["gate", "up"]),
+        "down": (mlp, ["down"]),
+    }
+    for target, (name, parts) in stacks.items():
+        stored = torch.cat([numbers[f"mtp.layers.0.{name.format(part)}.weight"] for part in parts])
+        torch.testing.assert_close(head.head.weights[f"layers.0.{target}.weight"], stored, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +120,27 @@ def test_the_head_of_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> No
     ],
 )
 def test_answers_equal_plain_decoding(checkpoint: Path, kind: str, drafter: str, options: dict[str, Any]) -> None:
+    check_answers(checkpoint, kind, drafter, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "options"),
+    [
+        ("float32", "mtp", {}),
+        ("bf16", "mtp", {"num_speculative_tokens": 1}),
+        ("int8", "mtp", {}),
+        ("int8", "hybrid", {"speculation_width": 2}),
+        ("int4", "hybrid", {"num_speculative_tokens": "auto"}),
+    ],
+)
+@pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "dense"])
+def test_answers_with_a_head_of_experts_equal_plain_decoding(
+    maker: str, kind: str, drafter: str, options: dict[str, Any], saved: Callable[[str], Path]
+) -> None:
+    check_answers(saved(maker), kind, drafter, options)
+
+
+def check_answers(checkpoint: Path, kind: str, drafter: str, options: dict[str, Any]) -> None:
     target, head = loaded(checkpoint, kind)
     plain = answers(run(make_engine(target, max_batch_size=1), PROMPTS, PARAMS))
     engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **options)
@@ -114,14 +163,17 @@ def first_drafts(checkpoint: Path, kind: str) -> list[list[int]]:
     return engine.parts.drafter.propose(engine.batch, SpeculationPlan(4)).draft_tokens
 
 
-def test_the_native_head_drafts_what_its_reference_drafts(checkpoint: Path) -> None:
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_native_head_drafts_what_its_reference_drafts(maker: str, saved: Callable[[str], Path]) -> None:
+    checkpoint = saved(maker)
     drafts = zip(first_drafts(checkpoint, "float32"), first_drafts(checkpoint, "bf16"), strict=True)
     same = [one == other for pair in drafts for one, other in zip(*pair, strict=True)]
     assert sum(same) >= 0.8 * len(same), "rounding changes few draft tokens; another head would agree on 1 of 23"
 
 
-def test_an_llm_drafts_with_the_head_in_the_files_by_default(checkpoint: Path) -> None:
-    llm = LLM(str(checkpoint), dtype="float32", device="cpu", max_batch_size=2, max_model_len=90, use_tqdm=False)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_llm_drafts_with_the_head_in_the_files_by_default(maker: str, saved: Callable[[str], Path]) -> None:
+    llm = LLM(str(saved(maker)), dtype="float32", device="cpu", max_batch_size=2, max_model_len=90, use_tqdm=False)
     assert llm.config.drafter == "hybrid"
     assert "own head" in llm.engine.describe()
     plain = llm.plain().generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))

@@ -14,14 +14,14 @@ from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.batch import RowStart, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND
 from paceline.core.draft_tensors import DraftTensors
-from paceline.drafters.lookup import OWN
+from paceline.drafters.lookup import GRAMS, MAX_POSITIONS, OWN
 from paceline.drafters.ngram import LONGEST_SUFFIX, NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
-    """Number of the row's last tokens (at most 5) that occur in ``text`` up to and including position ``end``."""
+    """Number of the row's last tokens (at most 8) that occur in ``text`` up to and including position ``end``."""
     size = 0
     while size < min(LONGEST_SUFFIX, len(row), end + 1) and text[end - size] == row[len(row) - 1 - size]:
         size += 1
@@ -29,19 +29,25 @@ def match_ending_at(text: Sequence[int], end: int, row: Sequence[int]) -> int:
 
 
 def naive(row: Sequence[int], documents: Sequence[Sequence[int]], k: int) -> list[int]:
-    """The longest match wins, then the row's own text, then the later one. A match at a document's end has no draft."""
+    """The longest match wins, then the row's own text and the latest in it, then what most matches go on with.
+
+    A match at a document's end has no draft.
+    """
     best, draft_token = 0, []
     for end in range(len(row) - 1):
         size = match_ending_at(row, end, row)
         if size > 0 and size >= best:
             stretch = row[end + 1 :]
             best, draft_token = size, [stretch[i % len(stretch)] for i in range(k)]
-    own = best
-    for document in documents:
-        for end in range(len(document) - 1):
-            size = match_ending_at(document, end, row)
-            if size > own and size >= best:
-                best, draft_token = size, list(document[end + 1 : end + 1 + k])
+    places = [(document, end) for document in documents for end in range(len(document) - 1)]
+    matches = [(match_ending_at(document, end, row), document[end + 1 :]) for document, end in places]
+    for gram in GRAMS:
+        if latest := [match for match in matches if match[0] >= gram][-MAX_POSITIONS:]:
+            longest = max(size for size, _ in latest)
+            follow = [text for size, text in latest if size == longest]
+            votes = Counter(text[0] for text in follow)
+            most = [text for text in follow if votes[text[0]] == max(votes.values())]
+            return list(most[-1][:k]) if longest > best else draft_token
     return draft_token
 
 

@@ -1,4 +1,4 @@
-"""n-gram drafts from references and from parallel samples, in whole engines."""
+"""n-gram drafts from references and from answers, in whole engines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from paceline.config import MAX_REFERENCE_TOKENS, MAX_REFERENCES, SamplingParams
-from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.batch import Batch, ParallelSample, RequestGroup, SpeculationPlan
 from paceline.core.draft import MAX_KINDS, Draft
 from paceline.core.outputs import RequestOutput
 from paceline.drafters import NgramDrafter
 from paceline.drafters.lookup import REFERENCES
 from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from toy import VOCAB, ToyModel, answers, make_engine, make_request, run
@@ -92,24 +93,61 @@ def test_answers_are_drafted_from_earlier_samples(
     assert answers([output]) == [[right] * 3]
     assert alone > 12
     assert max(later) <= 6
-    engine.parts.drafter = NgramDrafter(siblings=False)
-    [output] = play(engine, (replace(GREEDY, n=3), []))
+    [output] = play(copying(max_batch_size=1, lookup_tokens=0), (replace(GREEDY, n=3), []))
+    assert answers([output]) == [[right] * 3]
     assert rounds(output) == [alone] * 3
 
 
-def test_answers_of_two_requests_are_not_drafted_from_each_other() -> None:
-    first, second = play(copying(max_batch_size=1), (GREEDY, []), (GREEDY, []))
-    assert rounds(first) == rounds(second)
+def test_answers_are_drafted_from_those_of_earlier_requests_of_the_same_scope_only(right: list[int]) -> None:
+    def again(first: Request, second: Request, **options: Any) -> bool:
+        """Whether the second request takes fewer rounds than the first."""
+        engine, outputs = copying(max_batch_size=1, **options), []
+        for request in (first, second):
+            outputs.append(engine.add(request))
+            while engine.busy:
+                engine.step()
+        assert answers(outputs) == [[right]] * 2
+        return rounds(outputs[1]) < rounds(outputs[0])
+
+    plain = make_request(PROMPT, GREEDY)
+    salted = make_request(PROMPT, replace(GREEDY, cache_salt="a"))
+    private = make_request(PROMPT, replace(GREEDY, keep_prefix=False))
+    assert again(plain, plain)
+    assert again(salted, salted)
+    assert again(replace(plain, prefix_owner="one"), replace(plain, prefix_owner="one"))
+    assert not again(replace(plain, prefix_owner="one"), replace(plain, prefix_owner="two"))
+    assert not again(salted, plain)
+    assert not again(plain, salted)
+    assert not again(private, plain)
+    assert not again(private, private)
+    assert not again(plain, plain, acceptance="rejection")
 
 
-def test_the_index_of_a_request_ends_with_it(right: list[int]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_the_tokens_of_answers_are_bounded_over_many_requests_and_scopes(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.VARIABLE, kernels)
+    drafter = NgramDrafter(answer_tokens=500)
+    texts = drafter.answers
+    assert texts is not None
+    for number in range(2000):
+        owner = str(number % 7) if number < 1000 else str(number)
+        drafter.end(0, ParallelSample(RequestGroup(scope=(owner,)), 0), [number % 50] * (number % 90))
+        drafter.leave(0)
+        assert texts.held <= 500
+    assert texts.held > 300
+    assert len(texts._scopes) < 30
+
+
+def test_the_index_of_references_ends_with_their_request(right: list[int]) -> None:
     engine = copying()
     play(engine, (replace(GREEDY, n=3), [right]), (GREEDY, [right]))
     play(engine, *[(GREEDY, ())] * engine.config.max_batch_size)  # others take the rows
     gc.collect()
     drafter = engine.parts.drafter
     assert isinstance(drafter, NgramDrafter)
-    assert not drafter._texts
+    assert not drafter._references
 
 
 def refused(engine: Engine, references: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> str:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -31,13 +31,13 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.values import DeviceAcceptance
-from paceline.drafters.lookup import LONGEST_SUFFIX, CopySources, HostLookup, SearchedRows
+from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.references import References
 from paceline.errors import ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
-from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload
+from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload, recorded
 from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
 from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
@@ -433,8 +433,9 @@ class Replayed:
 
 def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.kernels.gpu.graphs.MOST_GRAPHS", 3)
-    numbers, forgotten, other_ranks = count(), [], NoOtherRanks()
+    numbers, forgotten, other_ranks = count(), list[object](), NoOtherRanks()
     monkeypatch.setattr(other_ranks, "forget", forgotten.append)
+    monkeypatch.setattr("paceline.kernels.gpu.graphs.wait_for", forgotten.append)
     graphs = Graphs(torch.device("cpu"), other_ranks=other_ranks)
     graphs.captures = True
     monkeypatch.setattr(graphs, "_capture", lambda program: (Replayed(), program(), next(numbers)))
@@ -442,9 +443,17 @@ def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPa
         graphs.run(key, lambda: torch.zeros(1))
     graphs.run("d", lambda: torch.ones(1))
     assert graphs.keys == ["a", "b", "d"]
-    assert forgotten == [2]
+    assert forgotten == [torch.device("cpu"), 2], "it may still run"
     assert graphs.run("d", lambda: torch.zeros(1)).item() == 1, "as it was captured"
     assert [*graphs.keys, next(numbers)] == ["a", "b", "d", 4]
+
+
+def test_captures_do_not_mind_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's default ends a capture at any thread's allocation, such as the watchdog's of NCCL."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, **options: given.update(options))
+    recorded(cast(Any, None), "pool")
+    assert given == {"pool": "pool", "capture_error_mode": "thread_local"}
 
 
 class Rerun:
@@ -608,7 +617,7 @@ def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
     for row in range(40):
         parts = torch.randint(3, (row % 4 + 1, 1 + row // 2), generator=generator).tolist()
         sources.append(CopySources(lookup.texts(parts)))
-        sample = ParallelSample(RequestGroup(parts, 1), 0, 0)
+        sample = ParallelSample(RequestGroup(parts), 0)
         batch.set_row(row, RowStart([1], SamplingParams(), row, sample=sample))
     batch.set_live(range(40))
     references = References(batch)
@@ -622,8 +631,8 @@ def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
     assert torch.maximum(matched, own).tolist() == expected.matched
     for row in longer:
         tokens = found[row, : count[row]].tolist()
-        assert tokens == expected.draft_tokens[row][: len(tokens)]
-        assert len(tokens) == len(expected.draft_tokens[row])
+        if expected.shares[row] == WHOLE:  # the host takes what most matches go on with
+            assert tokens[0] == expected.draft_tokens[row][0]
 
 
 def test_a_draft_models_cache_follows_rows_with_ngram_drafts() -> None:

@@ -130,26 +130,28 @@ TORCH = torch.bfloat16  # logits that the C++ operations do not take
     drafter=[None, "ngram", "model"],
     params=[GREEDY, SAMPLED, dataclasses.replace(SAMPLED, top_p=1.0, logprobs=2)],
     value=[math.nan, math.inf, -math.inf],
+    rounds=["host", "device"],
 )
-def test_rounds_of_the_host(dtype: torch.dtype, drafter: str | None, params: SamplingParams, value: float) -> None:
+def test_rounds_of_torch(
+    dtype: torch.dtype, drafter: str | None, params: SamplingParams, value: float, rounds: str
+) -> None:
     first, second = sound_answers(BrokenToy(None, dtype=dtype), params)
     broken = token_of_one(first, second)
     draft = BrokenToy(None, dtype=dtype) if drafter == "model" else None
-    engine = make_engine(BrokenToy(broken, value, dtype), draft, drafter=drafter)
+    engine = make_engine(BrokenToy(broken, value, dtype), draft, drafter=drafter, rounds=rounds)
     check(run(engine, [SOUND, OTHER], [params, params]), first, second, broken)
+    assert engine.rounds.counts[rounds] == sum(engine.rounds.counts.values())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, TORCH])
-def test_the_rejection_rule(dtype: torch.dtype, value: float) -> None:
+@in_pairs(dtype=[torch.float32, TORCH], value=[math.nan, math.inf, -math.inf], rounds=["host", "device"])
+def test_the_rejection_rule(dtype: torch.dtype, value: float, rounds: str) -> None:
     """Its draws differ from those of plain decoding, so only the ends of the answers are compared."""
-    sound = make_engine(
-        BrokenToy(None, dtype=dtype), BrokenToy(None, dtype=dtype), drafter="model", acceptance="rejection"
-    )
+    options = {"drafter": "model", "acceptance": "rejection", "rounds": rounds}
+    sound = make_engine(BrokenToy(None, dtype=dtype), BrokenToy(None, dtype=dtype), **options)
     first, second = (each[0] for each in answers(run(sound, [SOUND, OTHER], [SAMPLED, SAMPLED])))
     broken = token_of_one(first, second)
     drafts = BrokenToy(None, dtype=dtype)
-    engine = make_engine(BrokenToy(broken, value, dtype), drafts, drafter="model", acceptance="rejection")
+    engine = make_engine(BrokenToy(broken, value, dtype), drafts, **options)
     failed, other = run(engine, [SOUND, OTHER], [SAMPLED, SAMPLED])
     assert failed.outputs[0].token_ids == first[: first.index(broken) + 1]
     assert isinstance(failed.error, NotFiniteError)

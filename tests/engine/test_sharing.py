@@ -216,7 +216,7 @@ def test_an_interrupt_at_any_place_leaves_the_engine_to_other_threads() -> None:
     truth = tokens(others.generate(PROMPTS, short, use_tqdm=False))
     for number in range(1, 1000):
         interrupt, stream = Interrupt(number), llm.stream(PROMPTS[0], short)
-        next(stream)  # another call, which the interrupted one leaves alone
+        part = next(stream)  # another call, which the interrupted one leaves alone
         interrupted = contextlib.suppress(KeyboardInterrupt)
         with interrupted:
             sys.setprofile(interrupt)
@@ -231,7 +231,7 @@ def test_an_interrupt_at_any_place_leaves_the_engine_to_other_threads() -> None:
         other.start()
         other.join(20)
         assert found == [truth], f"the other thread hangs after an interrupt at: {interrupt.place}"
-        assert [*stream][-1].outputs[0].token_ids == truth[0]
+        assert [part, *stream][-1].outputs[0].token_ids == truth[0]
         check_idle(llm)
         if not interrupt.place:
             break

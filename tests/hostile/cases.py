@@ -17,7 +17,7 @@ from torch import Tensor
 import gguf_support
 from model_support import packed
 from paceline.kernels import native
-from paceline.models.load.loading import describe_source, load_model, open_checkpoint
+from paceline.models.load.loading import describe_source, load_model
 from paceline.models.native.model import Quantization
 from paceline.models.native.spec import obstacle_of
 
@@ -52,11 +52,7 @@ def only(path: Path) -> Path:
 
 
 def in_torch(path: Path) -> None:
-    checkpoint = open_checkpoint(only(path))
-    if checkpoint is not None and any(attention.sinks for attention in checkpoint.spec.attentions):
-        checkpoint.tensors(torch.float32, torch.device("cpu"))  # only the CPU kernels run it
-    else:
-        load_model(only(path), dtype=torch.float32)
+    load_model(only(path), dtype=torch.float32)
 
 
 def in_bf16(path: Path) -> None:

@@ -47,7 +47,7 @@ def apart() -> Iterator[Case]:
     """Damage of a head in a GGUF file of its own."""
     head, matrix = "mtp-model.gguf", "blk.3.attn_q.weight"
     damages = {
-        f"no {matrix}": (in_gguf(lambda writer: writer.tensors[0].pop(matrix), head), f"{head}.*q_proj"),
+        f"no {matrix}": (in_gguf(lambda writer: writer.tensors[0].pop(matrix), head), rf"{head}.*layers\.0\.q"),
         "cut": (in_bytes(lambda content: content[:-1000], head), head),
     }
     for name, ours in (("blk.3.nextn.eh_proj.weight", "mtp.fc"), (matrix, "q_proj")):

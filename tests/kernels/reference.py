@@ -18,7 +18,7 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache
 from paceline.kernels.abi import ACTIVATION_GROUP
 from paceline.kernels.experts import route
-from paceline.kernels.gpu.steps import ACTIVATIONS, gate
+from paceline.kernels.gpu.steps import ACTIVATIONS, gate, xielu
 from paceline.kernels.pack import Bf16Weight, Format, Int4Weight, Int8Weight, Weight, dequantise, quantise
 from paceline.kernels.recurrent import _append
 from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, RecurrentMixer
@@ -106,7 +106,10 @@ def seen_by(nodes: Nodes) -> list[Seen]:
 
 
 def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position."""
+    """Store k and v [N, G, D] of tokens at (rows, slots); slots beyond the capacity go to the trash position.
+
+    v is stored a second time where values are a part of the keys.
+    """
     at = slots.clamp(max=cache.positions)
     for table, new in zip(cache.layer(layer), (k, v), strict=True):
         table[rows, :, at] = new.to(table.dtype)
@@ -121,28 +124,34 @@ def attend(
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, D].
+    """q [N, H, D] over the keys that each token sees in its row, at most the last ``window`` -> [N, H, value].
 
-    sinks: [H], one more score of each head, without a value.
+    sinks: [H], one more score of each head, without a value. cap: scores are cap * tanh(scores / cap).
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.layer(layer)[1].shape[-1])
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
         visible = slots if window is None else slots[max(0, len(slots) - window) :]
         k, v = (table[row][:, visible].float() for table in cache.layer(layer))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().view(*scores.shape[:2], 1)], 2)
         shares = scores.softmax(dim=2)[..., : len(visible)]
-        out[i] = (shares @ v).view(-1, q.shape[2])
+        out[i] = (shares @ v).flatten(0, 1)
     return out
 
 
 def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """``rms_norm``, or x without a weight."""
-    return x if weight is None else rms_norm(x, weight, epsilon)
+    """``rms_norm``, a layer norm of weight and bias [2, width], or x without a weight."""
+    if weight is None:
+        return x
+    if weight.dim() == 1:
+        return rms_norm(x, weight, epsilon)
+    return functional.layer_norm(x, x.shape[-1:], *weight.float(), eps=epsilon)
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,9 @@ class ReferenceDecoder:
             return empty, empty.new_empty(0, len(taps), spec.width) if taps else None
         context = _ReferencePass(spec, nodes, cache, self._tables, text=text)
         x = self._embedding[new] * spec.embed_scale
+        if spec.positions is not None:
+            x = x + spec.positions[nodes.positions[nodes.read :].clamp(max=spec.max_positions - 1)].float()
+        x = norm(x, spec.embedding_norm, spec.epsilon)
         vectors = None if self._inputs is None else self._inputs(new, x)
         entering = []
         for index, layer in enumerate(self._layers):
@@ -273,14 +285,15 @@ class ReferenceDecoder:
             weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
             mix = context.recurrent if weights.recurrent else context.attention
             mixed = mix(index, layer, normed)
-            x = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
-            x = x + norm(layer.mlp(x, spec.epsilon), weights.mlp_out_norm, spec.epsilon)
+            between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
+            made = layer.mlp(x if weights.parallel else between, spec.epsilon)
+            x = between + norm(made, weights.mlp_out_norm, spec.epsilon)
             if weights.input is not None:
                 assert vectors is not None
                 x = x + layer.token_input(x, vectors[:, index], spec.epsilon)
             x = x if weights.scale_out is None else x * weights.scale_out.float()
         context.finish()
-        entering.append(rms_norm(x, spec.final_norm, spec.epsilon))
+        entering.append(norm(x, spec.final_norm, spec.epsilon))
         features = torch.stack([entering[tap] for tap in taps], 1) if taps else None
         return entering[-1][nodes.text :], features
 
@@ -312,22 +325,51 @@ class _ReferencePass:
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
         spec, weights, index = self._spec, layer.weights, self._places[layer_index]
+        if weights.latent is not None:
+            return self._latent(layer_index, layer, normed)
         count, kv_count, dim = spec.heads_of(weights)
         own = 0 if weights.reads_only else kv_count
         qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
         q, k, v, gate = qkv.split_with_sizes([count, own, own, count if weights.gated else 0], dim=1)
-        q = self._normed_heads(q, weights.q_norm)
         cos, sin = (table[self._at] for table in self._tables[layer_index])
+
+        def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+            if weights.norm_after:
+                return self._normed_heads(rotate(x, cos, sin), norm)
+            return rotate(self._normed_heads(x, norm), cos, sin)
+
+        q = turned(q, weights.q_norm)
         if own:
-            k = rotate(self._normed_heads(k, weights.k_norm), cos, sin)
+            k = turned(k, weights.k_norm)
             v = functional.rms_norm(v, (dim,), None, spec.epsilon) if weights.v_norm else v
             write(index, self._cache, self._rows, self._slots, k, v)
         scale = spec.scale_of(weights)
-        seen = self._rows, self._seen, scale, weights.window, weights.sinks
-        attended = attend(index, self._cache, rotate(q, cos, sin), *seen)
+        seen = self._rows, self._seen, scale, weights.window, weights.sinks, weights.cap
+        attended = attend(index, self._cache, q, *seen)
         if weights.gated:
             attended = attended * gate.sigmoid()
         return layer.attention_out(attended.flatten(1))
+
+    def _latent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+        """The output of a layer of latent attention [N, width], from its normed input."""
+        weights, index = layer.weights, self._places[layer_index]
+        latent, (count, _, dim) = weights.latent, self._spec.heads_of(weights)
+        assert latent is not None
+        rank, turned = dim - latent.rotary_dim, latent.rotary_dim
+        first = layer.qkv(normed)
+        queries, vector, shared = first.split_with_sizes([first.shape[1] - dim, rank, turned], 1)
+        if layer.query_up is not None and latent.query_norm is not None:
+            queries = layer.query_up(rms_norm(queries, latent.query_norm, latent.epsilon))
+        heads = queries.view(len(normed), count, -1)
+        absorbed = [matrix(heads[:, head, :-turned]) for head, matrix in enumerate(layer.absorb)]
+        q = torch.cat([heads[..., -turned:], torch.stack(absorbed, 1)], 2)
+        k = torch.cat([shared, rms_norm(vector, latent.norm, latent.epsilon)], 1)[:, None]
+        cos, sin = (table[self._at] for table in self._tables[layer_index])
+        k = rotate(k, cos, sin)
+        write(index, self._cache, self._rows, self._slots, k, k[..., turned:])
+        scale = self._spec.scale_of(weights)
+        mixed = attend(index, self._cache, rotate(q, cos, sin), self._rows, self._seen, scale, weights.window)
+        return layer.attention_out(torch.cat([matrix(mixed[:, head]) for head, matrix in enumerate(layer.expand)], 1))
 
     def _normed_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Norm queries or keys [N, heads, D], each head or all together."""
@@ -377,7 +419,10 @@ class _ReferenceLayer:
         self.weights = weights
         self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
         self._mlp = _made(make, weights.gate_up, weights.down)
-        experts = weights.experts
+        latent, experts = weights.latent, weights.experts
+        self.query_up = None if latent is None or latent.query_up is None else make(latent.query_up)
+        self.absorb = [] if latent is None else [make(matrix) for matrix in latent.absorb]
+        self.expand = [] if latent is None else [make(matrix) for matrix in latent.expand]
         self._experts = (
             [] if experts is None else [_made(make, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
         )
@@ -407,7 +452,7 @@ class _ReferenceLayer:
     def _mixed(self, x: Tensor, scores: Tensor, experts: ExpertsWeights) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
         scores = scores if experts.router_bias is None else scores + experts.router_bias.float()
-        weights, chosen = route(scores, experts.used, experts.normalised)
+        weights, chosen = route(scores, experts.routing, experts.correction)
         weights = weights if experts.factors is None else weights * experts.factors.float()[chosen]
         outputs = x.new_empty(*chosen.shape, x.shape[1])
         for expert in torch.unique(chosen).tolist():
@@ -418,7 +463,10 @@ class _ReferenceLayer:
     def _run(self, mlp: _GatedMLP | None, x: Tensor) -> Tensor:
         if mlp is None:
             return torch.zeros_like(x)
-        return mlp[1](gate(mlp[0](x), self.weights.activation))
+        inner, weights = mlp[0](x), self.weights
+        if weights.xielu is not None:
+            return mlp[1](xielu(inner, weights.xielu))
+        return mlp[1](ACTIVATIONS[weights.activation](inner) if weights.plain else gate(inner, weights.activation))
 
     def token_input(self, x: Tensor, vectors: Tensor, epsilon: float) -> Tensor:
         """What the layer adds of its tokens' vectors [N, inputs] to x [N, width]."""

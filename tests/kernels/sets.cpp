@@ -214,7 +214,7 @@ void test_norm(const Kernels& kernels) {
     Random random{static_cast<uint32_t>(width)};
     for (int i = 0; i < width; ++i) x[static_cast<size_t>(i)] = random.outlying(), weight[static_cast<size_t>(i)] = random.uniform();
     const Norm norm = {weight.data(), width, 1e-6f};
-    kernels.rms_norm(x.data(), norm, inputs, out.data());
+    kernels.apply_norm(x.data(), norm, inputs, out.data());
     hash = hash_of(out.data(), out.size() * sizeof(float), hash);
   }
   say(kernels, "norm", hash);

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from covering import in_pairs
 from kernels import reference
 from kernels.tools import random_spec, run_attention
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
 from paceline.kernels import native
 
@@ -15,7 +15,7 @@ ROWS, ROW = 3, 1
 
 
 def filled_cache(kv_heads, positions, dim, dtype, seed=0):
-    cache = KVCache(1, ROWS, kv_heads, positions, dim, dtype=dtype)
+    cache = KVCache([KVHeads(kv_heads, dim)], ROWS, positions, dtype=dtype)
     random = torch.Generator().manual_seed(seed)
     for tensor in (cache.keys, cache.values):
         tensor.copy_(torch.randn(tensor.shape, generator=random))
@@ -23,7 +23,7 @@ def filled_cache(kv_heads, positions, dim, dtype, seed=0):
 
 
 def copy_of(cache):
-    copy = KVCache(1, cache.rows, cache.keys.shape[2], cache.positions, cache.keys.shape[4], dtype=cache.keys.dtype)
+    copy = KVCache(cache.shapes, cache.rows, cache.positions, dtype=cache.keys.dtype)
     copy.keys.copy_(cache.keys)
     copy.values.copy_(cache.values)
     return copy

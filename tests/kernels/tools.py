@@ -13,8 +13,10 @@ from torch.nn.functional import pad
 from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
+from paceline.kernels.attention.base import SoftmaxTerms
+from paceline.kernels.experts import Routing
 from paceline.kernels.pack import Weight
-from paceline.kernels.spec import ExpertsWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
+from paceline.kernels.spec import ExpertsWeights, Heads, LatentWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
 GARBAGE = 3e4  # in a cache, beyond a row's length
@@ -104,7 +106,15 @@ def with_every_feature(spec: NativeSpec, norm_all: bool = False) -> NativeSpec:
 
 
 def with_experts(
-    spec: NativeSpec, *, count: int = 11, used: int = 3, width: int = 40, normalised: bool = True, shared: bool = False
+    spec: NativeSpec,
+    *,
+    count: int = 11,
+    used: int = 3,
+    width: int = 40,
+    normalised: bool = True,
+    shared: bool = False,
+    sigmoid: bool = False,
+    groups: int = 1,
 ) -> NativeSpec:
     """The spec with mixtures of experts in place of its MLPs, or beside them behind a gate if ``shared``."""
     random = torch.Generator().manual_seed(11)
@@ -120,8 +130,8 @@ def with_experts(
             router=4.0 * normal(count + shared, spec.width),
             gate_up=linears(2 * width, spec.width, layer.qkv.bias),
             down=linears(spec.width, width, layer.qkv.bias),
-            used=used,
-            normalised=normalised,
+            routing=Routing(used, normalised, sigmoid, groups, max(1, groups // 2)),
+            correction=None if groups == 1 else 2.0 * torch.randn(count, generator=random),
             router_bias=None if layer.qkv.bias is None else normal(count),
         )
         return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
@@ -139,17 +149,100 @@ def with_sinks(spec: NativeSpec) -> NativeSpec:
     return replace(spec, layers=layers)
 
 
+def with_latent(spec: NativeSpec, *, heads: int = 5, rank: int = 48, query_rank: int | None = 30) -> NativeSpec:
+    """The spec with latent attention in every layer."""
+    random = torch.Generator().manual_seed(13)
+    turned, key_dim, value_dim = 16, 24, 20
+
+    def linear(outputs: int, inputs: int) -> LinearWeights:
+        return LinearWeights((torch.randn(outputs, inputs, generator=random) * inputs**-0.5).bfloat16())
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.1 * torch.randn(size, generator=random)
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        queries = heads * (key_dim + turned)
+        latent = LatentWeights(
+            turned,
+            [linear(rank, key_dim) for _ in range(heads)],
+            [linear(value_dim, rank) for _ in range(heads)],
+            norm(rank),
+            query_up=None if query_rank is None else linear(queries, query_rank),
+            query_norm=None if query_rank is None else norm(query_rank),
+            epsilon=1e-5,
+        )
+        return replace(
+            layer,
+            qkv=linear((query_rank or queries) + rank + turned, spec.width),
+            attention_out=linear(spec.width, heads * value_dim),
+            heads=Heads(heads, 1, turned + rank),
+            rotary=_rotary(10000.0, turned),
+            scale=0.17,
+            latent=latent,
+        )
+
+    return replace(spec, layers=[changed(layer) for layer in spec.layers])
+
+
+def in_parallel(spec: NativeSpec) -> NativeSpec:
+    """The spec with MLPs that read the layers' inputs, layer norms, capped scores, and norms behind the rotation.
+
+    A position's vector and a norm stand behind the embedding; MLPs without experts have no gate.
+    """
+    random = torch.Generator().manual_seed(13)
+
+    def norm(size: int) -> Tensor:
+        return torch.stack([1 + 0.1 * torch.randn(size, generator=random), 0.1 * torch.randn(size, generator=random)])
+
+    def changed(index: int, layer: LayerWeights) -> LayerWeights:
+        more: dict[str, object] = {"parallel": index % 2 == 0, "cap": 2.0, "norm_after": True}
+        more |= {"input_norm": norm(spec.width), "post_norm": norm(spec.width)}
+        if layer.experts is None:
+            assert layer.down is not None
+            inner = layer.down.weight.shape[1]
+            weight = torch.randn(inner, spec.width, generator=random) * spec.width**-0.5
+            bias = None if layer.down.bias is None else torch.randn(inner, generator=random)
+            more |= {"plain": True, "gate_up": LinearWeights(weight.bfloat16(), bias)}
+            more |= {"activation": "gelu"} if index % 2 else {"activation": "xielu", "xielu": XIELU}
+        return replace(layer, **more)  # type: ignore[arg-type]
+
+    return replace(
+        spec,
+        layers=[changed(index, layer) for index, layer in enumerate(spec.layers)],
+        final_norm=norm(spec.width),
+        embedding_norm=norm(spec.width),
+        positions=torch.randn(spec.max_positions, spec.width, generator=random),
+        centred=True,
+    )
+
+
+XIELU = torch.tensor([0.8, 0.3, 0.5, -1e-3])
+
+
 def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    return KVCache(len(spec.layers), rows, spec.kv_heads, positions, spec.head_dim, dtype=dtype)
+    return KVCache(spec.kv_layers, rows, positions, dtype=dtype)
+
+
+def terms_for(heads: int, device: str = "cpu") -> list[SoftmaxTerms]:
+    """Caps, sinks, and both."""
+    sinks = torch.linspace(-1.0, 2.0, heads, device=device)
+    return [SoftmaxTerms(cap=0.7), SoftmaxTerms(sinks=sinks), SoftmaxTerms(0.7, sinks)]
 
 
 def ragged_cache(
-    lengths: Sequence[int], groups: int, positions: int, dim: int, seed: int, device: str = "cpu"
+    lengths: Sequence[int],
+    groups: int,
+    positions: int,
+    dim: int,
+    seed: int,
+    device: str = "cpu",
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Random keys and values up to each row's length, large finite numbers beyond."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), groups, positions, dim)
-    keys, values = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    shape = (len(lengths), groups, positions)
+    keys = torch.randn(*shape, dim, generator=generator)
+    values = torch.randn(*shape, value_dim or dim, generator=generator)
     for row, length in enumerate(lengths):
         keys[row, :, length:] = GARBAGE
         values[row, :, length:] = -GARBAGE
@@ -230,6 +323,7 @@ def run_attention(
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
+        value_dim=dim,
         capacity=whole.capacity,
         window=window or 0,
         scale=dim**-0.5,

@@ -203,6 +203,8 @@ def test_drafts_change_with_the_speed_of_the_machine_before_any_was_measured() -
 
 def test_a_drafting_pass_that_the_table_has_no_time_for_takes_some() -> None:
     assert CostModel(linear_costs(draft_once=10.0)).next_pass_ms(1) == 1
+    block = CostModel(replace(linear_costs(draft_once=10.0), one_pass=True))
+    assert (block.draft_ms(1, 7), block.next_pass_ms(1)) == (10, 0)
 
 
 def test_rounds_of_different_kinds_have_times_of_their_own() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from model_support import NATIVE, packed, packed_at_once, tiny
 from models.test_families import _written
 from paceline.kernels import native
-from paceline.kernels.experts import route
+from paceline.kernels.experts import Routing, route
 from paceline.kernels.pack import Format, Weight
 from paceline.models.load.packed_file import VARIABLE, packed_file
 from paceline.models.native.matrices import StoredMatrix
@@ -124,7 +124,7 @@ def test_stacked_experts_of_safetensors_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("normalised", [True, False])
 def test_routing_takes_the_first_of_equal_scores(normalised: bool) -> None:
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    weights, chosen = route(scores, 2, normalised)
+    weights, chosen = route(scores, Routing(2, normalised))
     assert chosen.tolist() == [[1, 2], [0, 1]]
     whole = scores.softmax(1).gather(1, chosen)
     assert torch.allclose(weights, whole / whole.sum(1, keepdim=True) if normalised else whole)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
+from paceline.kernels.gpu import linear
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
 from paceline.models.load.kept_tiles import VARIABLE, CachedTiles, tune
 
@@ -53,6 +54,14 @@ def test_tiles_are_timed_once_per_shape_and_cached_for_the_next_load(kept: Path)
     assert load(timer).tiles == first.tiles
     assert timer.calls == calls > 0
     assert len(list(kept.iterdir())) == 1
+
+
+def test_a_kept_tile_whose_product_is_wrong_here_is_not_used(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may have changed since it was timed, and the compiler's mistake may be the machine's."""
+    first = load(Timer()).tiles
+    monkeypatch.setattr(linear, "_TOLERANCE", -1.0)  # any product is wrong
+    assert set(load(Timer()).tiles.values()) == {None}
+    assert None not in {tile for (_, _, rows), tile in first.items() if rows <= 64}
 
 
 def test_shapes_that_one_load_has_no_time_for_are_timed_by_the_next(kept: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import Lfm2ForCausalLM
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from gguf_support import finish
 from model_support import packed
@@ -18,27 +19,51 @@ from recurrent_support import LFM2_SIZES, on_kernels, tiny_lfm2
 from toy import VOCAB
 
 
-def write(path: Path, theirs: Lfm2ForCausalLM, key_heads: int = 2) -> Path:
+def divided(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as llama.cpp's converter names them, gates and ups of experts apart."""
+    found = {}
+    for name, values in tensors.items():
+        stem, _, part = name.removeprefix("model.").rpartition("experts.")
+        if part == "gate_up_proj":
+            found |= {
+                f"{stem}experts.w{i}.weight": half for i, half in zip((1, 3), values.chunk(2, dim=1), strict=True)
+            }
+        elif stem and part == "down_proj":
+            found[f"{stem}experts.w2.weight"] = values
+        else:
+            found[f"{name}.bias" if name.endswith("expert_bias") else name] = values
+    return found
+
+
+def write(path: Path, theirs: PreTrainedModel, key_heads: int = 2) -> Path:
     config, tensors = theirs.config, theirs.state_dict()
     attends = [kind == "full_attention" for kind in config.layer_types]
-    writer = gguf.GGUFWriter(path, "lfm2")
+    mixture = config.model_type == "lfm2_moe"
+    architecture = gguf.MODEL_ARCH.LFM2MOE if mixture else gguf.MODEL_ARCH.LFM2
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv([key_heads if attention else 0 for attention in attends])
-    writer.add_key_length(config.head_dim)
+    writer.add_key_length(config.hidden_size // config.num_attention_heads if mixture else config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_shortconv_l_cache(config.conv_L_cache)
     writer.add_token_list([str(token) for token in range(VOCAB)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, config.num_hidden_layers)
-    for name, values in tensors.items():
+    if mixture:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, values in divided(tensors).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = values.squeeze(1) if name.endswith("conv.conv.weight") else values
-        called = names.get_name(name, try_suffixes=(".weight",))
+        called = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert called is not None, name
         writer.add_tensor(called, values.contiguous().numpy())
     finish(writer)

@@ -1,17 +1,28 @@
 import random
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from covering import in_pairs
 from kernels.reference_model import ReferenceModel
-from kernels.tools import cache_for, ragged, random_spec, with_every_feature, with_experts, with_sinks
+from kernels.tools import (
+    cache_for,
+    in_parallel,
+    ragged,
+    random_spec,
+    with_every_feature,
+    with_experts,
+    with_latent,
+    with_sinks,
+)
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
-from paceline.kernels.spec import NativeSpec
+from paceline.kernels.spec import LinearWeights, NativeSpec
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.native.model import NativeModel
 from paceline.models.native.spec import spec_of
@@ -29,12 +40,19 @@ SHAPES = {
     "experts": {"width": 100, "tied": False},
     "experts, every feature": {"bias": True, "window": 20},
     "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
+    "latent": {"width": 100},
+    "latent, experts": {},
+    "in parallel": {"width": 100, "qk_norm": True, "bias": True, "tied": False},
+    "experts, in parallel": {"window": 20},
 }
 MIXTURES = {
     "experts": {"normalised": False, "count": 21, "used": 4},
     "experts, every feature": {"shared": True},
     "experts, gpt-oss": {},
+    "latent, experts": {"shared": True, "count": 7},
+    "experts, in parallel": {"shared": True, "count": 12, "sigmoid": True, "groups": 4},
 }
+LATENT = {"latent": {}, "latent, experts": {"heads": 80, "rank": 64, "query_rank": None}}  # more heads than go together
 EVERY = (*native.available(), *native.emulated())
 ONE = (*native.available()[:1], None)  # kernels, and their reference
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
@@ -44,8 +62,12 @@ def spec_of_shape(shape):
     spec = random_spec(**SHAPES[shape])
     if shape in MIXTURES:
         spec = with_experts(spec, **MIXTURES[shape])
+    if shape in LATENT:
+        spec = with_latent(spec, **LATENT[shape])
     if "gpt-oss" in shape:
         spec = with_sinks(spec)
+    if "in parallel" in shape:
+        return in_parallel(spec)
     return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
 
 
@@ -72,6 +94,8 @@ def plain_forward(spec: NativeSpec, tokens):
     def norm(x, weight):
         if weight is None:
             return x
+        if weight.dim() == 2:
+            return functional.layer_norm(x, x.shape[-1:], *weight, spec.epsilon)
         if x.dim() == 3 and weight.numel() > x.shape[-1]:
             return norm(x.flatten(1), weight).view_as(x)
         return x * (x.square().mean(-1, keepdim=True) + spec.epsilon).rsqrt() * weight.float()
@@ -87,33 +111,75 @@ def plain_forward(spec: NativeSpec, tokens):
         return torch.cat([x * cos + torch.cat([-b, a], dim=-1) * sin, rest], -1)
 
     x = weights["embed"][tokens] * spec.embed_scale
+    x = norm(x if spec.positions is None else x + spec.positions[positions], spec.embedding_norm)
     entering = []
     for layer in spec.layers:
         entering.append(x * spec.tap_scale)
-        rotary = layer.rotary or spec.rotary
-        heads = linear(norm(x, layer.input_norm), layer.qkv).view(len(tokens), -1, spec.head_dim)
+        rotary, first = layer.rotary or spec.rotary, linear(norm(x, layer.input_norm), layer.qkv)
+        if layer.latent is not None:
+            heads = plain_latent(layer, first, linear, partial(rotate, rotary=rotary))
+            x = x + linear(heads, layer.attention_out)
+            x = x + plain_mlp(layer, norm(x, layer.post_norm), linear)
+            continue
+        heads = first.view(len(tokens), -1, spec.head_dim)
         q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        if layer.q_norm is not None:
-            q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
-        q, k, v = (t.transpose(0, 1) for t in (rotate(q, rotary), rotate(k, rotary), v))
+        if layer.norm_after:
+            q, k = norm(rotate(q, rotary), layer.q_norm), norm(rotate(k, rotary), layer.k_norm)
+        else:
+            q, k = rotate(norm(q, layer.q_norm), rotary), rotate(norm(k, layer.k_norm), rotary)
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         distance = positions[:, None] - positions[None]
         mask = (distance >= 0) & (distance < (layer.window or 10**9))
         if layer.sinks is not None:  # a key of zeros whose score is the sink, and whose value is zero
             bias = torch.where(mask, 0.0, -torch.inf).expand(spec.heads, -1, -1)
             mask = torch.cat([bias, layer.sinks[:, None, None].expand(-1, len(tokens), 1)], 2)[None]
             k, v = (functional.pad(part, (0, 0, 0, 1)) for part in (k, v))
-        y = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
-        )
-        x = x + norm(linear(y[0].transpose(0, 1).flatten(1), layer.attention_out), layer.attention_out_norm)
-        x = x + norm(plain_mlp(layer, norm(x, layer.post_norm), linear), layer.mlp_out_norm)
+        if layer.cap is None:
+            y = functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, scale=layer.scale, enable_gqa=True
+            )[0]
+        else:
+            scores = q @ k.repeat_interleave(spec.heads // spec.kv_heads, 0).mT * spec.scale_of(layer)
+            scores = (layer.cap * (scores / layer.cap).tanh()).masked_fill(~mask, -torch.inf)
+            y = scores.softmax(-1) @ v.repeat_interleave(spec.heads // spec.kv_heads, 0)
+        attended = norm(linear(y.transpose(0, 1).flatten(1), layer.attention_out), layer.attention_out_norm)
+        read = x if layer.parallel else x + attended
+        x = x + attended + norm(plain_mlp(layer, norm(read, layer.post_norm), linear), layer.mlp_out_norm)
     return norm(x, spec.final_norm), entering
+
+
+def plain_latent(layer, first, linear, rotate):
+    """The outputs of all heads of latent attention, with keys and values of their own, in plain float32 torch."""
+    latent, (heads, _, dim) = layer.latent, layer.heads
+    turned = latent.rotary_dim
+    queries, vector, shared = first.split([first.shape[1] - dim, dim - turned, turned], 1)
+
+    def norm(x, weight):
+        return functional.rms_norm(x, weight.shape, weight, latent.epsilon)
+
+    if latent.query_up is not None:
+        queries = linear(norm(queries, latent.query_norm), latent.query_up)
+    still, q = queries.view(len(first), heads, -1).tensor_split([-turned], 2)
+    vector = norm(vector, latent.norm)
+    keys = torch.stack([vector @ matrix.weight.float() for matrix in latent.absorb], 1)
+    values = torch.stack([linear(vector, matrix) for matrix in latent.expand], 1)
+    q = torch.cat([still, rotate(q)], 2)
+    k = torch.cat([keys, rotate(shared[:, None]).expand(-1, heads, -1)], 2)
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, values))
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale)[0]
+        .transpose(0, 1)
+        .flatten(1)
+    )
 
 
 def plain_mlp(layer, x, linear):
     """The MLP of a layer, its experts, or both, in plain float32 torch."""
 
     def run(gate_up, down, x):
+        if layer.plain:
+            inner = linear(x, gate_up)
+            return linear(functional.gelu(inner) if layer.xielu is None else xielu(inner, layer.xielu), down)
         gate, up = linear(x, gate_up).chunk(2, dim=-1)
         if layer.activation == "clamped_silu":
             gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -131,13 +197,32 @@ def plain_mlp(layer, x, linear):
     scores = scores[:, : len(experts.down)]
     if experts.router_bias is not None:
         scores = scores + experts.router_bias.float()
-    shares, chosen = scores.softmax(1).topk(experts.used)
-    if experts.normalised:
-        shares = shares / shares.sum(1, keepdim=True)
+    shares, chosen = shares_of(scores, experts.routing, experts.correction)
     for token in range(len(x)):
         for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
             out[token] += share * run(experts.gate_up[expert], experts.down[expert], x[token])
     return out
+
+
+def shares_of(scores, routing, correction):
+    """Return weights and numbers of each token's experts."""
+    chances = scores.sigmoid() if routing.sigmoid else scores.softmax(1)
+    values = chances if correction is None else chances + correction
+    if routing.groups > 1:
+        for row, own in enumerate(values.tolist()):
+            size = len(own) // routing.groups
+            totals = [sum(sorted(own[i : i + size])[-2:]) for i in range(0, len(own), size)]
+            kept = sorted(totals)[-routing.used_groups :]
+            values[row] = torch.tensor([x if totals[i // size] in kept else -9.0 for i, x in enumerate(own)])
+    chosen = values.topk(routing.used)[1]
+    shares = chances.gather(1, chosen)
+    return shares / shares.sum(1, keepdim=True) if routing.normalised else shares, chosen
+
+
+def xielu(x, shape):
+    p, n, beta, eps = shape.tolist()
+    high, low = np.log1p(np.exp(p)) * x * x, (x.clamp(max=eps).expm1() - x) * (beta + np.log1p(np.exp(n)))
+    return torch.where(x > 0, high, low) + beta * x
 
 
 def error(x, expected):
@@ -156,8 +241,9 @@ def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
     bound = {None: 0.01, "int8": 0.03, "int4": 0.25}[quantization]
     assert error(hidden, expected) < bound
     assert error(tapped.features, torch.stack([entering[1], entering[0]], 1)) < bound
-    head = spec.embedding if spec.head is None else spec.head.weight
-    assert error(model.logits(hidden), hidden @ head.float().T) < 0.02
+    head = spec.head or LinearWeights(spec.embedding)
+    bias = None if head.bias is None else head.bias.float()
+    assert error(model.logits(hidden), functional.linear(hidden, head.weight.float(), bias)) < 0.02
 
 
 @pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")
@@ -510,7 +596,7 @@ def test_a_loaded_transformer_gives_the_same_logits(kernels, changes, monkeypatc
 def cache_for_model(model):
     from paceline.core.cache import KVCache
 
-    return KVCache(model.layers, 2, model.kv_heads, 64, model.head_dim, dtype=torch.float32)
+    return KVCache(model.kv_layers, 2, 64, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("changes", [{"activation": "gelu"}, {"norms": "after_sum"}], ids=["gelu", "norms last"])

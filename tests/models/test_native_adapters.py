@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_
 # Tokens that use every expert: with fewer, rounding may choose others, so of such models only the bits are compared.
 ALL_SIZES = SIZES | {"every expert": SIZES["experts"] | {"top_k_experts": SIZES["experts"]["num_experts"]}}
 FAMILIES = [
-    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3"),
+    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "ernie4_5"),
     *("gemma4", "gemma4 with keys as values", "gemma4 with every expert"),
 ]
 LENGTH = 20
@@ -82,8 +82,7 @@ def in_torch(theirs: PreTrainedModel, adapters: dict[str, Path], number: int) ->
 
 
 def cache_of(model: NativeModel, adapter_of: Sequence[int]) -> KVCache:
-    heads, dims = zip(*model.kv_layers, strict=True)
-    cache = KVCache(len(heads), len(adapter_of), heads, 64, dims, dtype=torch.bfloat16)
+    cache = KVCache(model.kv_layers, len(adapter_of), 64, dtype=torch.bfloat16)
     cache.adapter_of[:] = torch.tensor(adapter_of)
     return cache
 

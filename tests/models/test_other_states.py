@@ -89,34 +89,34 @@ def test_the_memory_plan_counts_what_slots_keep(name: str, monkeypatch: pytest.M
     assert states.state[0, 0].numel() == math.prod(states.shape.state)
 
 
-def test_the_cpu_kernels_refuse_mamba2_by_name_and_torch_runs_it(tmp_path: Path) -> None:
-    theirs = tiny_granite_hybrid()
-    theirs.save_pretrained(tmp_path)
+def test_what_the_cpu_kernels_cannot_run_is_refused_by_name_and_torch_runs_it(tmp_path: Path) -> None:
+    narrow = tiny_granite_hybrid(heads=8, head_dim=24)
+    narrow.save_pretrained(tmp_path)
+    needed = "need recurrent layers of head widths that are multiples of 16"
     for request in ({"quantization": "int8"}, {"attention": "native"}):
-        with pytest.raises(ParameterError, match="without kernels for Mamba-2 layers"):
-            LLM(theirs, device="cpu", **request)
-    for source in (theirs, tmp_path):
-        with pytest.raises(ModelFormatError, match="without kernels for Mamba-2 layers"):
-            packed(source, "int8")
-    with pytest.raises(ModelFormatError, match="the CPU kernels have no layers of the kind Mamba2"):
-        packed_at_once(theirs)
+        with pytest.raises(ParameterError, match=needed):
+            LLM(narrow, device="cpu", **request)
+    for load_packed in (packed, packed_at_once):
+        with pytest.raises(ModelFormatError, match=needed):
+            load_packed(narrow, "int8")
     assert not isinstance(load(tmp_path, ModelOptions(torch.bfloat16, torch.device("cpu"))), NativeModel)
-
-
-def test_the_start_line_says_why_a_model_runs_in_torch() -> None:
-    llm = LLM(tiny_granite_hybrid(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
-    assert "without kernels for Mamba-2 layers" in llm.engine.describe()
+    llm = LLM(narrow, dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
+    assert needed in llm.engine.describe()
     assert "(bfloat16 on cpu)" in llm.engine.describe()
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-def test_the_cpu_kernels_run_short_convolutions_where_their_sizes_fit() -> None:
-    llm = LLM(tiny_lfm2(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
+@pytest.mark.parametrize("make", [tiny_lfm2, tiny_granite_hybrid])
+def test_the_cpu_kernels_run_states_of_other_kinds_where_their_sizes_fit(make: Callable[..., PreTrainedModel]) -> None:
+    llm = LLM(make(), dtype="bfloat16", device="cpu", max_batch_size=2, max_model_len=64)
     assert llm.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
     assert "in torch" not in llm.engine.describe()
-    for sizes, needed in (({"width": 40}, "widths that are multiples of 16"), ({"taps": 9}, "2 to 8 taps")):
+    wrong = {"2 to 8 taps": {"taps": 9}} | (
+        {"widths that are multiples of 16": {"width": 40}} if make is tiny_lfm2 else {}
+    )
+    for needed, sizes in wrong.items():
         with pytest.raises(ModelFormatError, match=f"need recurrent layers of {needed}"):
-            on_kernels(tiny_lfm2(**sizes))
+            on_kernels(make(**sizes))
 
 
 def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:
@@ -125,9 +125,9 @@ def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:
     assert isinstance(model, Transformer)
 
 
-def test_granite_4_with_experts_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
+def test_mamba2_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
     granite = tiny_granite_hybrid()
-    granite.config.num_local_experts = 4
+    granite.config.mamba_proj_bias = True
     lfm2 = tiny_lfm2()
     lfm2.config.conv_bias = True
     for theirs, named in ((granite, "linear_attention"), (lfm2, "conv")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gguf_support import begun, finish
-from models.test_sinks_and_shared_experts import _qwen3_5_moe
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import TorchHead
@@ -20,7 +20,15 @@ from paceline.drafters.heads.loading import find_head, has_own_head, load_head_f
 from paceline.errors import ModelFormatError
 from paceline.models.base import state_shape_of
 from paceline.models.load.loading import load_config, load_model, open_checkpoint
-from recurrent_support import SIZES, head_state, save_with_head, theirs_with_head, tiny_qwen3_5
+from recurrent_support import (
+    SIZES,
+    head_state,
+    save_with_head,
+    theirs_with_head,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_next,
+)
 from toy import VOCAB, tiny_llama, tiny_llama_of_transformers
 
 _NAMES = {
@@ -30,6 +38,8 @@ _NAMES = {
     "model.layers": "blk",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -55,11 +65,11 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "mtp.fc": "blk.3.nextn.eh_proj",
-    "mtp.pre_fc_norm_embedding": "blk.3.nextn.enorm",
-    "mtp.pre_fc_norm_hidden": "blk.3.nextn.hnorm",
-    "mtp.norm": "blk.3.nextn.shared_head_norm",
-    "mtp.layers.0": "blk.3",
+    "mtp.fc": "blk.{}.nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "blk.{}.nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "blk.{}.nextn.hnorm",
+    "mtp.norm": "blk.{}.nextn.shared_head_norm",
+    "mtp.layers.0": "blk.{}",
 }
 
 
@@ -70,11 +80,23 @@ def in_turns(values: Tensor, shape: tuple[int, int], dim: int, width: int) -> Te
     return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
 
 
+def divided(name: str, values: Tensor, config: Any) -> dict[str, Tensor]:
+    """Qwen3-Next's first matrix as llama.cpp divides it, out of the order by key head. Other tensors stay."""
+    if "in_proj_qkvz" not in name:
+        return {name: values}
+    keys, shared = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    sizes = [config.linear_key_head_dim] * 2 + [shared * config.linear_value_head_dim] * 2
+    q, k, v, z = (part.flatten(0, 1) for part in values.unflatten(0, (keys, -1)).split(sizes, dim=1))
+    return {name.replace("qkvz", "qkv"): torch.cat([q, k, v]), name.replace("qkvz", "z"): z}
+
+
 def converted(name: str, values: Tensor, config: Any) -> Tensor:
     shape = config.linear_num_key_heads, config.linear_num_value_heads
     keys, width = 2 * shape[0] * config.linear_key_head_dim, config.linear_value_head_dim
+    if config.model_type == "qwen3_next":
+        shape = shape[1], shape[1]  # whose value heads keep their order
     values = values.squeeze(1) if "conv1d" in name else values
-    if "in_proj_qkv" in name or "conv1d" in name:
+    if "in_proj_qkv." in name or "conv1d" in name:
         return torch.cat([values[:keys], in_turns(values[keys:], shape, 0, width)])
     if "shared_expert_gate" in name:
         return values[0]  # llama.cpp has a vector
@@ -82,17 +104,21 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
         return in_turns(values, shape, 0, width)
     if "out_proj" in name:
         return in_turns(values, shape, 1, width)
-    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias")):
+    if any(part in name for part in ("in_proj_a.", "in_proj_b.", "dt_bias")):
         return in_turns(values, shape, 0, 1)
     if "A_log" in name:
         return in_turns(-values.exp(), shape, 0, 1)
     return values + 1 if values.dim() == 1 and "linear_attn.norm" not in name else values
 
 
-def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Path:
-    architecture = "qwen35moe" if hasattr(config, "num_experts") else "qwen35"
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+
+
+def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int, *, whole: bool = False) -> Path:
+    """Write a GGUF file. whole: whether Qwen3-Next's first matrix stays one, as in older files."""
+    architecture = ARCHITECTURES[config.model_type]
     writer = begun(path, architecture, config, heads)
-    if architecture == "qwen35moe":
+    if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -109,21 +135,26 @@ def write(path: Path, tensors: dict[str, Tensor], config: Any, heads: int) -> Pa
     writer.add_uint32(f"{architecture}.full_attention_interval", 1 + config.layer_types.index("full_attention"))
     writer.add_uint32(f"{architecture}.nextn_predict_layers", heads)
     writer.add_token_list([str(token) for token in range(VOCAB)])
-    for name, values in tensors.items():
+    parts = {part: half for name, values in tensors.items() for part, half in divided(name, values, config).items()}
+    for name, values in (tensors if whole else parts).items():
         ours = name
         for theirs, called in _NAMES.items():
-            ours = ours.replace(theirs, called)
+            ours = ours.replace(theirs, called.format(config.num_hidden_layers))
         array = np.ascontiguousarray(converted(name, values, config).float().numpy())
         writer.add_tensor(ours, array, raw_dtype=gguf.GGMLQuantizationType.F32)
     finish(writer)
     return path
 
 
-@pytest.mark.parametrize("kind", ["grouped", "alone", "experts"])
+MAKERS: dict[str, Callable[..., Any]] = {"dense": tiny_qwen3_5, "experts": tiny_qwen3_5_moe}
+
+
+@pytest.mark.parametrize("kind", ["grouped", "alone", "experts", "next", "next, whole"])
 def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path) -> None:
     shape = SIZES["grouped"] if kind == "grouped" else {"key_heads": 3, "value_heads": 3, "value_dim": 32}
-    theirs = _qwen3_5_moe() if kind == "experts" else tiny_qwen3_5(2, **shape)
-    path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0)
+    mixtures = {"experts": tiny_qwen3_5_moe, "next": tiny_qwen3_next, "next, whole": tiny_qwen3_next}
+    theirs = mixtures[kind](2) if kind in mixtures else tiny_qwen3_5(2, **shape)
+    path = write(tmp_path / "model.gguf", theirs.state_dict(), theirs.config, 0, whole="whole" in kind)
     found, original = open_checkpoint(path), open_checkpoint(theirs)
     assert found is not None
     assert original is not None
@@ -137,16 +168,17 @@ def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path
     assert not has_own_head(path)
 
 
-def write_apart(path: Path, seed: int) -> tuple[Path, Path]:
+def write_apart(path: Path, seed: int, kind: str = "dense") -> tuple[Path, Path]:
     """Write a model without its draft head, and the head in a file of its own."""
-    theirs, head = theirs_with_head(seed)
+    theirs, head = theirs_with_head(seed, MAKERS[kind])
     model = write(path / "model.gguf", theirs.state_dict(), theirs.config, 0)
     return model, write(path / "mtp-model.gguf", head_state(head), theirs.config, 1)
 
 
-def test_a_draft_head_in_a_file_of_its_own_is_that_of_the_original(tmp_path: Path) -> None:
-    save_with_head(tmp_path / "original", seed=4)
-    model, head = write_apart(tmp_path, seed=4)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_draft_head_in_a_file_of_its_own_is_that_of_the_original(kind: str, tmp_path: Path) -> None:
+    save_with_head(tmp_path / "original", 4, MAKERS[kind])
+    model, head = write_apart(tmp_path, 4, kind)
     assert not has_own_head(model)
     assert find_head(model) is None
     assert find_head(head) == head
@@ -186,13 +218,14 @@ def test_a_head_in_a_file_of_its_own_is_refused_by_name_for_other_models(tmp_pat
     damaged = write(
         tmp_path / "mtp-damaged.gguf", {"mtp.fc.weight": torch.zeros(4, 4)}, theirs_with_head(0)[0].config, 1
     )
-    with pytest.raises(ModelFormatError, match=r"mtp-damaged\.gguf.*missing, unknown or of another shape"):
+    with pytest.raises(ModelFormatError, match=r"mtp-damaged\.gguf: a qwen3_5_text draft head misses"):
         load_head_for(load_model(other, dtype=torch.float32), other, damaged, dtype=torch.float32)
 
 
-def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(tmp_path: Path) -> None:
-    theirs, head = theirs_with_head(4)
-    save_with_head(tmp_path, seed=4)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_draft_head_of_a_gguf_file_is_that_of_the_original(kind: str, tmp_path: Path) -> None:
+    theirs, head = theirs_with_head(4, MAKERS[kind])
+    save_with_head(tmp_path, 4, MAKERS[kind])
     tensors = {**theirs.state_dict(), **head_state(head)}
     path = write(tmp_path / "model.gguf", tensors, theirs.config, 1)
     assert has_own_head(path)

@@ -19,7 +19,16 @@ from paceline.drafters.heads.loading import load_own_head
 from paceline.engine.engine import Engine
 from paceline.models.base import AnyModel
 from paceline.models.load.loading import load_model
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, save_with_head, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import (
+    GRANITE_SIZES,
+    LFM2_SIZES,
+    save_with_head,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_lfm2_moe,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_next,
+)
 from toy import VOCAB, RandomLength, ScriptedTrees, answers, make_engine, make_request, run, sometimes, truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,12 +77,29 @@ def random_qwen3_5(chance: random.Random, seed: int, path: Path) -> Subject:
     return Subject(theirs, target, load_own_head(target, path), chance)
 
 
+def random_mixture(chance: random.Random, seed: int, path: Path) -> Subject:
+    """A Qwen3.5 with experts or a Qwen3-Next, with its head."""
+    make = chance.choice([tiny_qwen3_5_moe, tiny_qwen3_next])
+    theirs, _ = save_with_head(path, seed, make, kinds="".join(chance.sample("ddf", 3)))
+    target = load_model(path, dtype=torch.float32)
+    return Subject(theirs, target, load_own_head(target, path), chance)
+
+
 def random_lfm2(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_lfm2(seed, **chance.choice(list(LFM2_SIZES.values()))), chance, path)
 
 
+def random_lfm2_moe(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_lfm2_moe(seed, "".join(chance.sample("ccf", 3))), chance, path)
+
+
 def random_granite(chance: random.Random, seed: int, path: Path) -> Subject:
-    return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(list(GRANITE_SIZES.values()))), chance, path)
+    sizes = [sizes for sizes in GRANITE_SIZES.values() if not sizes.get("experts")]
+    return of_other_kind(tiny_granite_hybrid(seed, **chance.choice(sizes)), chance, path)
+
+
+def random_granite_moe(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_granite_hybrid(seed, **GRANITE_SIZES["experts"]), chance, path)
 
 
 def of_other_kind(theirs: PreTrainedModel, chance: random.Random, path: Path) -> Subject:
@@ -96,7 +122,16 @@ def random_sizes(chance: random.Random) -> dict[str, Any]:
     }
 
 
-KINDS = {"qwen3_5": random_qwen3_5, "lfm2": random_lfm2, "granite": random_granite}
+KINDS = {
+    "qwen3_5": random_qwen3_5,
+    "qwen3_5_moe": random_mixture,
+    "lfm2": random_lfm2,
+    "lfm2_moe": random_lfm2_moe,
+    "granite": random_granite,
+    "granite_moe": random_granite_moe,
+}
+WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
+WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe"  # which no device runs whole rounds of
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
@@ -196,11 +231,11 @@ def ways_with_head(**options: Any) -> dict[str, Way]:
 def ways_of(kind: str) -> dict[str, Way]:
     """All ways to run a kind of ``KINDS``."""
     found = ways() | {"n-gram, alone": decoded(1, "ngram"), "trees": along_trees}
-    on_device = ways(**ON_DEVICE)
-    if kind == "qwen3_5":
+    on_device = {} if kind in WITH_EXPERTS else ways(**ON_DEVICE)
+    if kind in WITH_OWN_HEAD:
         found |= ways_with_head()
         found["hybrid, in chunks"] = decoded(4, "hybrid", num_speculative_tokens=2, prefill_chunk=4)
-        on_device |= ways_with_head(**ON_DEVICE)
+        on_device |= {} if kind in WITH_EXPERTS else ways_with_head(**ON_DEVICE)
     return found | {f"{name}, on the device": way for name, way in on_device.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gguf_support import begun, finish
 from kernels.reference_model import ReferenceModel
 from model_support import VOCABULARY, packed, packed_at_once, random_tokens, tiny
-from paceline import LLM, SamplingParams
+from paceline import SamplingParams
 from paceline.core.nodes import Nodes
-from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.models.base import FlatModel, cache_of
 from paceline.models.load.loading import open_checkpoint
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import spec_of
 from quantised_support import mxfp4_blocks
-from recurrent_support import in_torch, randomise, reference_of
+from recurrent_support import in_torch, reference_of, tiny_qwen3_5_moe
 from toy import answers, make_engine, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,19 +55,7 @@ def _gpt_oss(**rotary: object) -> PreTrainedModel:
     return model
 
 
-def _qwen3_5_moe() -> PreTrainedModel:
-    fields = {"num_experts": 5, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-    kinds = {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
-    config = AutoConfig.for_model("qwen3_5_moe_text", **(_SHAPE | fields | heads | kinds))
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        for name, weight in model.named_parameters():
-            randomise(name, weight)
-    return model
-
-
+_qwen3_5_moe = functools.partial(tiny_qwen3_5_moe, kinds="df", vocab_size=VOCABULARY)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"gpt_oss": _gpt_oss, "qwen3_5_moe": _qwen3_5_moe}
 
 
@@ -97,23 +85,11 @@ def test_greedy_text_is_that_of_transformers_with_and_without_speculation(name: 
                 tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         wanted.append(tokens[len(prompt) :])
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    model = reference_of(theirs) if name == "gpt_oss" else in_torch(theirs)
+    model = in_torch(theirs)
     for drafter, rows in ((None, 1), ("ngram", 4)):
         options: dict[str, Any] = {} if drafter is None else {"num_speculative_tokens": 2}
         engine = make_engine(model, drafter=drafter, max_batch_size=rows, max_model_len=48, **options)
         assert answers(run(engine, prompts[:rows], [params] * rows)) == [[text] for text in wanted[:rows]], drafter
-
-
-def test_sinks_are_refused_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
-    with pytest.raises(ModelFormatError, match=r"attention sinks, which only the CPU kernels run: .*dtype='bfloat16'"):
-        LLM(_gpt_oss(), dtype="float32", **options)
-    with pytest.raises(ModelFormatError, match="attention sinks, run on the CPU kernels only"):
-        LLM(_gpt_oss(), attention="padded", **options)
-    monkeypatch.setattr(native, "select", lambda: None)
-    monkeypatch.setattr(native, "why_none", lambda: "the C++ extension is not built")
-    with pytest.raises(ModelFormatError, match=r"sinks, which only the CPU kernels run: the C\+\+ extension"):
-        LLM(_gpt_oss(), dtype="bfloat16", **options)
 
 
 @needs_kernels

@@ -67,7 +67,7 @@ def test_features_of_the_kernels_are_close_to_those_of_transformers(
     tokens = torch.arange(1000, 1040)
     taps = (2, ours.layers // 2, ours.layers - 3)  # EAGLE-3's
     nodes = Nodes(tokens, torch.zeros_like(tokens), torch.arange(40))
-    caches = (KVCache(ours.layers, 1, ours.kv_heads, 40, ours.head_dim, ours.dtype) for _ in range(2))
+    caches = (KVCache(ours.kv_layers, 1, 40, ours.dtype) for _ in range(2))
     tapped, plain = (ours.forward(nodes, cache, which) for cache, which in zip(caches, (taps, ()), strict=True))
     assert torch.equal(tapped.hidden, plain.hidden)
     assert tapped.features is not None

@@ -49,7 +49,7 @@ TEXTS = ["The cat", " sat", "\n\n", "x = 1", *SCRIPTS, *EMOJI]
 def smollm2_path() -> Path | None:
     """Return the path of the real model, in the tests' folder of models or paceline's cache; None if it is absent."""
     kept = Path(os.environ.get("PACELINE_TEST_MODELS") or "~/.cache/paceline-test-models").expanduser()
-    candidates = [kept / "smollm2-135m.gguf", hub._embedded_path("smollm2-135m")]
+    candidates = [kept / "smollm2-135m.gguf", hub.embedded_path("smollm2-135m")]
     return next((path for path in candidates if path.is_file()), None)
 
 

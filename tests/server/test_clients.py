@@ -26,6 +26,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "agents.md"
 HOME = Path(os.environ.get("PACELINE_TEST_CLIENTS") or "~/.cache/paceline-test-clients").expanduser()
 PYTHON = (
     "openai",
+    "ollama",
     "anthropic",
     "litellm",
     "langchain-openai",
@@ -33,7 +34,7 @@ PYTHON = (
     "pydantic-ai-slim[openai]",
     "openai-agents",
 )
-NODE = ("openai", "ai", "@ai-sdk/openai-compatible", "zod", "@openai/codex", "@anthropic-ai/claude-code")
+NODE = ("openai", "ollama", "ai", "@ai-sdk/openai-compatible", "zod", "@openai/codex", "@anthropic-ai/claude-code")
 SECONDS = 300
 
 
@@ -124,6 +125,17 @@ def test_openai(python: Path, live: Live) -> None:
     assert said[:3] == ['get_weather {"city": "Oslo"}', '{"city": "Oslo"}', "It is 4 degrees."]
     assert int(said[3].split()[0]) > 50
     assert said[4] == "2 embeddings"
+
+
+def test_ollama(python: Path, live: Live) -> None:
+    said = run([python, "-"], recipe("ollama", "python", live)).splitlines()
+    assert said[:2] == ["get_weather Oslo", "It is 4 degrees."]
+    assert said[2:] == ['{"name": "Oslo", "country": "Norway"}', "2 embeddings of scripted"]
+
+
+def test_ollama_in_javascript(node: Path, live: Live) -> None:
+    command = ["node", "--input-type=module", "-"]
+    assert run(command, recipe("ollama", "js", live), cwd=node) == "get_weather Oslo\nIt is 4 degrees.\n"
 
 
 def test_anthropic(python: Path, live: Live) -> None:

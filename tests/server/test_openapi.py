@@ -25,7 +25,9 @@ from server_support import Live, save_model, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate",
+)  # fmt: skip
 BOUNDED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 

@@ -241,3 +241,36 @@ def test_a_key_is_asked_for_and_never_stored(browser: Browser, tiny: str) -> Non
             page.get_by_role("button", name="Generate").click()
             expect(page.locator(".answer.ended")).to_have_count(1)
             assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+
+
+@pytest.mark.parametrize("size", [{"width": 1366, "height": 768}, PHONE], ids=["laptop", "phone"])
+def test_generate_and_stop_are_in_sight_and_keep_the_focus(
+    browser: Browser, live: Live, unhurried: None, size: dict[str, int]
+) -> None:
+    for page in opened(browser, live, viewport=size):
+        generate, stop = (page.get_by_role("button", name=name) for name in ("Generate", "Stop"))
+        for button in (generate, stop):
+            expect(button).to_be_in_viewport(ratio=1)
+        fill(page, n=1, tokens=480)
+        generate.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".answer mark").first).to_be_in_viewport()
+        expect(generate).to_be_focused()
+        expect(generate).to_be_disabled()
+        expect(stop).to_be_in_viewport(ratio=1)
+        stop.focus()
+        page.keyboard.press("Enter")
+        expect(generate).to_be_enabled()
+        expect(stop).to_be_focused()
+        roles = page.locator("#charts [role], #charts output, #charts [aria-live]")
+        expect(roles).to_have_count(0)  # figures that change four times a second are not read out
+
+
+def test_the_reference_has_every_path_and_no_scripts(browser: Browser, live: Live) -> None:
+    for page in opened(browser, live):
+        page.get_by_role("link", name="API").click()
+        headings = page.get_by_role("heading", level=2).all_text_contents()
+        assert {"POST /v1/chat/completions", "POST /api/chat", "GET /stats"} <= set(headings)
+        assert page.locator("script").count() == 0
+        page.set_viewport_size(PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

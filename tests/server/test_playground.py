@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from paceline.config import ServerConfig
+from paceline.server.logs import WithoutPolling
 from paceline.server.playground import HEADERS, MEDIA_TYPES, STATIC
 from server_support import Live, start
 from web import client
@@ -61,3 +65,39 @@ def test_the_page_can_be_disabled(tiny: str) -> None:
         assert client.get(f"{live.url}/").status_code == 404
         assert client.head(f"{live.url}/").status_code == 200  # agents ask whether the server is there
         assert client.get(f"{live.url}/playground/main.js").status_code == 404
+
+
+def test_one_stream_tells_the_state_and_the_figures(live: Live) -> None:
+    with client.stream("GET", f"{live.url}/stats/stream") as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = (line for line in reply.iter_lines() if line)
+        documents = [json.loads(next(lines).removeprefix("data: ")) for _ in range(2)]
+    assert [document["status"] for document in documents] == ["ready", "ready"]
+    assert documents[0]["stats"].keys() == live.get("/stats").json().keys()
+
+
+def test_a_stream_of_figures_does_not_keep_the_server_from_ending(tiny: str) -> None:
+    servers = start(ServerConfig(port=0), tiny)
+    with client.stream("GET", f"{next(servers).url}/stats/stream") as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        assert next(servers, None) is None
+        assert time.monotonic() - began < 5
+        assert [line for line in lines if line.startswith("event: error")] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status", "kept"),
+    [
+        ("GET", "/stats", 200, False),
+        ("GET", "/health?x=1", 503, False),
+        ("HEAD", "/ping", 200, False),
+        ("GET", "/stats", 401, True),
+        ("POST", "/v1/completions", 200, True),
+    ],
+)
+def test_polling_leaves_no_access_lines(method: str, target: str, status: int, kept: bool) -> None:
+    arguments = ("127.0.0.1:9", method, target, "1.1", status)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+    assert WithoutPolling().filter(record) is kept

@@ -27,7 +27,7 @@ def served(tiny: str, tmp_path: Path) -> Iterator[Served]:
 
 
 def test_every_request_is_logged_with_its_id(served: Served) -> None:
-    asked = [("/health", "first", 200), ("/v1/models?a=%22%0a", "second", 200), ("/nowhere", "third", 404)] * 40
+    asked = [("/version", "first", 200), ("/v1/models?a=%22%0a", "second", 200), ("/nowhere", "third", 404)] * 40
     for number, (path, name, _) in enumerate(asked):
         client.get(served.url + path, headers={"X-Request-Id": f"{name}-{number}"})
     served.process.send_signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ from paceline.cli.console import note, report_error
 from paceline.cli.conversation import Conversation
 from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, Model, Quiet, follow_recommendation
 from paceline.config import SamplingParams
+from paceline.config.aliases import full_name
 from paceline.config.ranges import check_text
 from paceline.errors import RequestError
 
@@ -26,16 +27,27 @@ def chat(
     engine: AdaptedEngineFlags,
     sampling: SamplingParams,
     model: Model = DEFAULT_MODEL,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="A message: it is answered, and the command ends.", show_default=False)
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Talk to a model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     if system is not None:
         check_text("--system", system)
+    from paceline.models.files import hub
+
+    if full_name(model) in hub.EMBEDDED:
+        hub.pull(model, progress=not quiet)
     llm = engine.load(model, quiet)
     params = follow_recommendation(context, llm, sampling, quiet, chat=True)
     typed = sys.stdin.isatty() and sys.stderr.isatty()
     conversation = Conversation(llm, params, system, quiet=quiet, confirm=_confirm if typed else None)
+    if prompt is not None:
+        if not conversation.say(" ".join(prompt)):
+            raise typer.Exit(2)
+        return
     if typed and not quiet:
         note("/help lists the commands, Ctrl-D leaves")
     for line in _typed_lines() if typed else _piped_lines():

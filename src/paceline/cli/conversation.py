@@ -58,7 +58,7 @@ class Conversation:
         word, _, rest = line.strip().partition(" ")
         if not (line.startswith("/") and _COMMAND.fullmatch(word)):
             if line.strip():
-                self._say(line.strip())
+                self.say(line.strip())
             return True
         if word == "/exit":
             return False
@@ -83,9 +83,10 @@ class Conversation:
             raise RequestError(f"there is no command {word}: {hint}")
         commands[word](rest)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> bool:
+        """Answer a message. Returns whether that was possible."""
         self._again = 0
-        self._answer([*self.messages, {"role": "user", "content": text}], self.params)
+        return self._answer([*self.messages, {"role": "user", "content": text}], self.params)
 
     def _regenerate(self, _: str) -> None:
         if not self.messages:
@@ -96,7 +97,7 @@ class Conversation:
             note("at temperature 0 the answer stays the same; /set temperature 0.8 varies it")
         self._answer(self.messages[:-1], replace(self.params, seed=seed))
 
-    def _answer(self, messages: Messages, params: SamplingParams) -> None:
+    def _answer(self, messages: Messages, params: SamplingParams) -> bool:
         """Answer the last message and keep both; an answer that is not possible leaves the conversation as it was."""
         try:
             messages = self._fitting(messages, params)
@@ -104,6 +105,8 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": self._stream(prompt, params)}]
         except RequestError as error:
             report_error(error)
+            return False
+        return True
 
     def _tokens(self, messages: Messages) -> list[int]:
         start: Messages = [] if self.system is None else [{"role": "system", "content": self.system}]

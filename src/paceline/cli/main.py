@@ -19,6 +19,7 @@ from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
 from paceline.cli.flags import with_flags
 from paceline.cli.generate import generate
+from paceline.cli.models import list_models, ps, rm, show
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve
@@ -63,7 +64,11 @@ app = typer.Typer(
 )
 for command in (generate, batch, serve, pull, demo):
     app.command(cls=Command)(with_flags(command))
-app.command(cls=Command)(with_flags(chat, without=NOT_SET_IN_CHATS))
+for name in ("chat", "run"):
+    app.command(name, cls=Command)(with_flags(chat, without=NOT_SET_IN_CHATS))
+app.command("list", cls=Command)(list_models)
+for shown in (show, rm, ps):
+    app.command(cls=Command)(shown)
 app.command(cls=Command)(
     with_flags(verify, without={"num_speculative_tokens", "acceptance"})
 )  # it has --lengths and tries both rules

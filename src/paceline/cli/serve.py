@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import DEFAULT_MODEL, AdaptedEngineFlags, EngineFlags, Model
-from paceline.config import EngineConfig, ServerConfig
+from paceline.config import EngineConfig, EngineOptions, ServerConfig
+from paceline.config.aliases import full_name
 from paceline.config.familiar import speculation_of
 from paceline.errors import MissingPackageError, ParameterError
 
@@ -38,6 +41,14 @@ def serve(
             '{"method": "ngram", "num_speculative_tokens": 4}. Methods: ngram, draft_model, eagle3, mtp.',
         ),
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also",
+            help="Another model that requests may name; it is loaded when one does. NAME or NAME=MODEL. Repeatable.",
+            rich_help_panel="Server",
+        ),
+    ] = None,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -50,8 +61,9 @@ def serve(
         typer.Option("--ray-address", help="Address of Ray: HOST:PORT, or auto. Default: Ray is started here."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, its Responses API, and Anthropic's Messages API."""
+    """Serve models over HTTP: OpenAI's API and its Responses API, Anthropic's Messages API, Ollama's API."""
     try:
+        from paceline.server.models import ModelSource
         from paceline.server.run import serve as run
     except ModuleNotFoundError as error:
         raise MissingPackageError(error.name, "serve") from error
@@ -63,16 +75,37 @@ def serve(
     if config.served_model_name is None:
         config = dataclasses.replace(config, served_model_name=model)
 
+    names = named_models(also or (), config.served_model_name or model)
     if replicas is not None or ray_address is not None:
+        if names:
+            raise ParameterError("--also", min(names), "left out with --replicas, which all serve one model")
         on_ray(flags, config, model, replicas, ray_address)
         return
 
-    def load() -> LLM:
-        if model in hub.EMBEDDED:
+    def load(flags: EngineFlags, model: str, memory_limit: int | None) -> LLM:
+        if full_name(model) in hub.EMBEDDED:
             hub.pull(model)
-        return flags.load(model, quiet=True)
+        return dataclasses.replace(flags, memory_limit=memory_limit).load(model, quiet=True)
 
-    run(config, load)
+    alone = EngineFlags(**flags.options() if flags.draft_model is None else without_draft(flags.options()))
+    others = {name: ModelSource(other, partial(load, alone, other)) for name, other in names.items()}
+    run(config, lambda: load(flags, model, flags.memory_limit), others, flags.memory_limit)
+
+
+def named_models(texts: Sequence[str], first: str) -> dict[str, str]:
+    """The models of ``--also`` by the names of requests. first: the first model's. Raises ParameterError."""
+    names: dict[str, str] = {}
+    for text in texts:
+        name, equals, model = text.partition("=")
+        if not name or (equals and not model) or name in (first, *names):
+            raise ParameterError("--also", text, "NAME or NAME=MODEL, with a name that no other model has")
+        names[name] = model or name
+    return names
+
+
+def without_draft(options: EngineOptions) -> EngineOptions:
+    """The options of models beside one with a draft model: how that one drafts says nothing of theirs."""
+    return {**options, "drafter": EngineConfig.drafter, "num_speculative_tokens": EngineConfig.num_speculative_tokens}
 
 
 def with_keys(config: ServerConfig, path: Path | None) -> ServerConfig:

@@ -83,6 +83,17 @@ class EngineConfig:
             "drafters, and rounds of a device refuse a number above 0.",
         ),
     ] = None
+    lookup_tokens: Annotated[
+        int,
+        Whole(0, MAX_COUNT),
+        Help(
+            "Tokens of answers, finished and running, that n-gram lookup holds to copy from. 0: none.",
+            more="About 110 bytes each; the oldest go first. Answers are for requests of the same client (where the "
+            "server keeps clients apart), adapter and ``cache_salt``. Those with ``keep_prefix=False`` are for their "
+            "own request alone; so are all without ``prefix_cache``, and with "
+            '``acceptance="rejection"``, whose texts depend on the drafts.',
+        ),
+    ] = 262_144
     profile: Annotated[
         str | None,
         FileName(),
@@ -177,7 +188,8 @@ class EngineConfig:
         bool,
         Help(
             "Copy the keys and values of a prompt's longest beginning that was read before.",
-            more="Without it each prompt is read whole, once for all of its answers.",
+            more="Without it each prompt is read whole, once for all of its answers, and nothing is copied from the "
+            "answers of other requests (``lookup_tokens``).",
         ),
     ] = True
     device: Annotated[
@@ -340,6 +352,7 @@ class EngineOptions(TypedDict, total=False):
     num_speculative_tokens: Length
     speculation_width: int | Literal["auto"]
     draft_vocab_size: int | None
+    lookup_tokens: int
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool
@@ -388,6 +401,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_vocab_size": (lambda config: config.asks_draft_model and config.draft_tokens, _DRAFT_MODEL),
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
+    "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
 }
 """Conditions under which an option has an effect, and their descriptions for errors."""

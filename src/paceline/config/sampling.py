@@ -271,12 +271,13 @@ class SamplingParams:
         Help("Maximum draft tokens a round for this prompt; 0 is plain decoding. Default: the engine's."),
     ] = None
     keep_prefix: Annotated[
-        bool, Help("Let later requests copy the keys and values of this one (see prefix_cache).")
+        bool, Help("Let later requests copy this one's keys and values (see prefix_cache), and draft from its answers.")
     ] = True
     cache_salt: Annotated[
         Name | None,
         Help(
-            "Only requests with the same salt share cached prefixes. Default: shared with all that have none.",
+            "Only requests with the same salt share cached prefixes, and draft from each other's answers. "
+            "Default: shared with all that have none.",
             more="So the time of an answer does not reveal whether another client has sent the same words. A server "
             "with API keys separates the keys by itself.",
         ),

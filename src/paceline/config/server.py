@@ -91,9 +91,9 @@ class ServerConfig:
     share_prefixes: Annotated[
         bool,
         Help(
-            "Let requests with different keys copy each other's cached prefixes; else each key has its own.",
-            more="Then cached_tokens and the time to the first token tell a key's holder how far a prompt begins like "
-            "one of another key. Without keys all clients share.",
+            "Let requests with different keys copy each other's cached prefixes and draft from each other's answers.",
+            more="Then cached_tokens and times tell a key's holder how far a prompt begins like one of another key, "
+            "and whether an answer was given before. Else each key has its own. Without keys all clients share.",
         ),
     ] = False
     allowed_hosts: Annotated[
@@ -199,6 +199,13 @@ class ServerConfig:
             more="A request's reasoning_effort and chat_template_kwargs override them.",
         ),
     ] = field(default_factory=dict)
+    unload_after: Annotated[
+        Seconds | None,
+        Help(
+            "Seconds without a request after which a model of --also is unloaded; none: never.",
+            more="The first model stays loaded. Ollama's keep_alive in a request replaces it for that model.",
+        ),
+    ] = 300.0
     playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
     batch_dir: Annotated[
         str | None,

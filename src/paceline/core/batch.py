@@ -27,24 +27,23 @@ from paceline.core.values import Accepted, TextRows
 
 @dataclass(frozen=True, eq=False)
 class RequestGroup:
-    """Parallel samples of one request. N-gram drafts may copy from each other and from the request's references.
+    """Parallel samples of one request. Their n-gram drafts may copy from the request's references and from answers.
 
-    references: token ids of each reference. answers: number of samples.
+    references: token ids of each reference. scope: whose answers they copy from, those of requests with an equal one.
     """
 
-    references: Sequence[Sequence[int]]
-    answers: int
+    references: Sequence[Sequence[int]] = ()
+    scope: tuple[str, ...] = ()
 
 
 class ParallelSample(NamedTuple):
     """One sample of a request group.
 
-    number: index in the group. prompt_tail: position in the row's text from which other samples may copy; it includes
-    the last tokens of the prompt as context.
+    prompt_tail: position in the row's text from which other samples may copy; it includes the last tokens of the prompt
+    as context.
     """
 
     group: RequestGroup
-    number: int
     prompt_tail: int
 
 

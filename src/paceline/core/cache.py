@@ -15,18 +15,36 @@ from paceline.errors import ParameterError
 
 
 class KVHeads(NamedTuple):
-    """Number and width of the key heads of a layer, and of its value heads."""
+    """Key and value heads of a layer.
+
+    heads: number of key heads, and of value heads. dim: width of a key head.
+    value_dim: width of a value head where it differs from ``dim``.
+    values_in_keys: whether a value is the last ``value_dim`` elements of its key, so that none is stored.
+    """
 
     heads: int
     dim: int
+    value_dim: int | None = None
+    values_in_keys: bool = False
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Widths of the stored vectors of a head and token: the key's, and the value's unless the key has it."""
+        return (self.dim,) if self.values_in_keys else (self.dim, self.value_width)
 
 
 class KVCache(RowTables):
     """Keys and values of every layer that has some.
 
     Layers of one shape lie together in a table [layer, row, head, position, dim] of keys and one of values.
-    heads, dim: of all layers, or of each one.
+    layers: the heads of each layer.
     shapes: of the tables, in the order in which layers first have them. places: each layer's table, and place in it.
+    of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
     keys, values: the tables of the first layer's shape.
     adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
 
@@ -36,55 +54,68 @@ class KVCache(RowTables):
 
     def __init__(
         self,
-        layers: int,
+        layers: Sequence[KVHeads],
         rows: int,
-        heads: int | Sequence[int],
         positions: int,
-        dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        of_layers = kv_heads(layers, heads, dim)
-        least = min((each.heads for each in of_layers), default=1)
-        for name, value in (("layers", layers), ("rows", rows), ("heads", least), ("positions", positions)):
+        least = min((each.heads for each in layers), default=1)
+        for name, value in (("layers", len(layers)), ("rows", rows), ("heads", least), ("positions", positions)):
             if value < 1:
                 raise ParameterError(name, value, "at least 1")
-        sizes = Counter(of_layers)
+        sizes = Counter(layers)
         self.shapes = tuple(sizes)
-        self.places = table_places(of_layers)
-        twice = [(sizes[shape], *shape) for shape in self.shapes for _ in range(2)]
-        super().__init__(twice, rows, positions, dtype, torch.device(device))
-        self.keys, self.values = self.tables[:2]
+        self.places = table_places(layers)
+        tables = [(sizes[shape], shape.heads, width) for shape in self.shapes for width in shape.stored]
+        super().__init__(tables, rows, positions, dtype, torch.device(device))
+        self.of_shapes = self._keys_and_values()
+        self.keys, self.values = self.of_shapes[0]
         self.adapter_of = torch.zeros(rows, dtype=torch.int32)
 
+    def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
+        tables = iter(self.tables)
+        return [
+            (keys := next(tables), keys[..., -shape.value_width :] if shape.values_in_keys else next(tables))
+            for shape in self.shapes
+        ]
+
     @staticmethod
-    def bytes_for(
-        layers: int, rows: int, heads: int | Sequence[int], positions: int, dim: int | Sequence[int], dtype: torch.dtype
-    ) -> int:
+    def bytes_for(layers: Sequence[KVHeads], rows: int, positions: int, dtype: torch.dtype) -> int:
         """Bytes that such a cache takes on devices where all memory is allocated at once."""
-        width = sum(shape.heads * shape.dim for shape in kv_heads(layers, heads, dim))
-        return 2 * width * rows * (positions + 1) * dtype.itemsize
+        width = sum(shape.heads * sum(shape.stored) for shape in layers)
+        return width * rows * (positions + 1) * dtype.itemsize
+
+    @classmethod
+    def growing_bytes(cls, layers: Sequence[KVHeads], positions: int, dtype: torch.dtype) -> int:
+        """Bytes that a row of ``positions`` tokens takes where rows grow."""
+        tables = [(1, shape.heads, width) for shape in layers for width in shape.stored]
+        return sum(cls.row_bytes(1, table, positions, dtype) for table in tables)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [row, head, position, dim] each."""
         table, place = self.places[layer]
-        return self.tables[2 * table][place], self.tables[2 * table + 1][place]
+        keys, values = self.of_shapes[table]
+        return keys[place], values[place]
 
-    def write_index(self, rows: Tensor, positions: Tensor, table: int = 0) -> Tensor:
-        """Flat index of the slots ``positions`` [B, L] of ``rows`` [B]: [B * heads * L] int64.
+    def write_index(self, rows: Tensor, positions: Tensor, table: int = 0) -> list[Tensor]:
+        """Flat indices of the slots ``positions`` [B, L] of ``rows`` [B] in keys and values: [B * heads * L] int64.
 
-        It is the same for every layer of a table, so it is computed once per forward pass. Positions beyond a row's end
-        map to its trash slot.
+        There is none for values that are a part of the keys. The indices are the same for every layer of a table, so
+        they are computed once per forward pass. Positions beyond a row's end map to its trash slot.
         """
-        _, _, heads, width, _ = self.tables[2 * table].shape
+        heads = self.shapes[table].heads
         head = torch.arange(heads, device=positions.device)
         line = rows[:, None, None] * heads + head[None, :, None]
-        return (line * width + self.within(rows[:, None], positions)[:, None, :]).flatten()
+        slot = self.within(rows[:, None], positions)[:, None, :]
+        stored = self.of_shapes[table][: len(self.shapes[table].stored)]
+        of_width = {width: (line * width + slot).flatten() for width in {tensor.shape[3] for tensor in stored}}
+        return [of_width[tensor.shape[3]] for tensor in stored]
 
-    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v, [B, heads, L, dim] each, of one layer at ``index`` (from ``write_index`` of its table)."""
-        dim = k.shape[-1]
-        for table, new in zip(self.layer(layer), (k, v), strict=True):
+    def write(self, layer: int, indices: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        """Store k and v, [B, heads, L, dim] each, of one layer at ``indices`` (from ``write_index`` of its table)."""
+        for table, new, index in zip(self.layer(layer), (k, v), indices, strict=False):  # v may be a part of k
+            dim = new.shape[-1]
             table.view(-1, dim).index_copy_(0, index, new.reshape(-1, dim).to(table.dtype))
 
 
@@ -93,10 +124,3 @@ def table_places(layers: Sequence[KVHeads]) -> tuple[tuple[int, int], ...]:
     tables = {shape: table for table, shape in enumerate(dict.fromkeys(layers))}
     free = {shape: count() for shape in tables}
     return tuple((tables[shape], next(free[shape])) for shape in layers)
-
-
-def kv_heads(layers: int, heads: int | Sequence[int], dim: int | Sequence[int]) -> list[KVHeads]:
-    """The key heads of each layer. heads, dim: of all layers, or of each one."""
-    heads = [heads] * layers if isinstance(heads, int) else heads
-    dim = [dim] * layers if isinstance(dim, int) else dim
-    return [KVHeads(*each) for each in zip(heads, dim, strict=True)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.row_tables import zeros_by_page
 
 WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
@@ -208,15 +208,13 @@ class StatefulCache(KVCache):
     def __init__(
         self,
         shape: StateShape,
-        layers: int,
+        layers: Sequence[KVHeads],
         rows: int,
-        heads: int | Sequence[int],
         positions: int,
-        dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(layers, rows, heads, positions, dim, dtype, device)
+        super().__init__(layers, rows, positions, dtype, device)
         self.states = RecurrentStates(shape, rows, device)
 
     def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:

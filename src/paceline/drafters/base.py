@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from paceline.config.registry import DrafterKind
-from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.batch import Batch, ParallelSample, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.errors import ParameterError
@@ -25,7 +25,7 @@ class Equipment:
     target: the target model with its cache.
     acceptance: the acceptance rule, as in ``EngineConfig``.
     draft: the draft model or head; None if none was given.
-    documents: token ids of reference documents, for n-gram lookup.
+    documents: token ids of reference documents, for n-gram lookup. lookup_tokens: as in ``EngineConfig``.
     decoder: returns a draft model with a cache for the engine's rows and positions.
     width: for a class of drafters, the most draft tokens of a row at one position; 1: chains.
     """
@@ -36,6 +36,7 @@ class Equipment:
     documents: Sequence[Sequence[int]]
     decoder: Callable[[AnyModel], DraftDecoder]
     width: Callable[[DrafterKind], int] = lambda _kind: 1
+    lookup_tokens: int = 0
 
     def draft_decoder(self) -> DraftDecoder:
         """The draft model with a cache of its own. Raises ParameterError if none was given."""
@@ -53,7 +54,7 @@ class Drafter(RowKeeper):
     Class attributes, read before anything is loaded:
 
     needs_draft_model: whether it runs a draft model.
-    copies: whether it takes draft tokens from references, documents and parallel samples, which cost nothing.
+    copies: whether it takes draft tokens from references, documents and other answers, which cost nothing.
     on_device: whether captured rounds on a device can make its draft tokens: samples of its one decoder, or none.
     uses_torch: whether it needs tensors. If not, rounds on the CPU kernels avoid torch.
     auto_width: draft tokens per position for ``speculation_width="auto"``; 0: its drafts never branch.
@@ -65,6 +66,7 @@ class Drafter(RowKeeper):
     width: draft tokens per position; 1: its drafts are chains.
     sources: names of the kinds of its last draft tokens (``Draft.kinds``).
     paying_rows: largest batch for which drafting was measured to pay; None: not measured.
+    one_pass: whether a draft takes the same time whatever its number of tokens.
     """
 
     name: ClassVar[str]
@@ -77,6 +79,7 @@ class Drafter(RowKeeper):
     width = 1
     sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None
+    one_pass = False
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -105,6 +108,9 @@ class Drafter(RowKeeper):
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         """Learn which draft tokens were accepted. Called after every round, also after rounds without draft tokens."""
 
+    def end(self, slot: int, sample: ParallelSample, text: Sequence[int]) -> None:
+        """Learn from the answer in ``slot``, which has ended. text: the row's tokens from ``sample.prompt_tail`` on."""
+
     def describe(self, draft: str | None) -> str:
         """The drafter in words, for the start-up message; empty if it drafts nothing. draft: its draft model's name."""
         return self.name if draft is None else f"{self.name} with {draft}"
@@ -131,6 +137,10 @@ class Wrapper(RowKeepers, Drafter):
         return self.inner.paying_rows
 
     @property
+    def one_pass(self) -> bool:  # type: ignore[override]
+        return self.inner.one_pass
+
+    @property
     def decoders(self) -> Sequence[DraftDecoder]:
         return self.inner.decoders
 
@@ -151,6 +161,9 @@ class Wrapper(RowKeepers, Drafter):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self.inner.observe(batch, verdict)
+
+    def end(self, slot: int, sample: ParallelSample, text: Sequence[int]) -> None:
+        self.inner.end(slot, sample, text)
 
     def describe(self, draft: str | None) -> str:
         return f"{self.inner.describe(draft)} ({self.name})"

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
+from paceline.core.sampling import Choices
 from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
-from paceline.drafters.heads.decoder import HeadDecoder, HeadModel, TorchHeadDecoder
+from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
+from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchHeadDecoder
 from paceline.drafters.model import ComputeLogits, ModelDrafter
 from paceline.errors import ParameterError
 from paceline.models.decoding.passes import FeatureReader
@@ -24,7 +27,7 @@ class FeatureDrafter(ModelDrafter):
     An EAGLE-3 head (arXiv 2503.01840) reads each draft token before it makes the next. A parallel head (P-EAGLE, arXiv
     2602.01469) reads masks instead, a hidden transfer head (arXiv 2404.12022) pseudo hidden states, and a Chimera head
     (arXiv 2402.15758) nothing. These three make the logits of all draft tokens in one pass, before the first is
-    sampled.
+    sampled. So does a block drafter (``heads.block``), whose logits may also depend on the draft token before.
 
     Tokens outside of the head's vocabulary have probability 0. After a round the head reads the accepted tokens again,
     now with the target's hidden states. A row of one token has no hidden states yet, and gets no draft tokens. Trees
@@ -39,6 +42,8 @@ class FeatureDrafter(ModelDrafter):
         self.head = decoder
         self.paying_rows = cast(HeadModel, decoder.model).paying_rows
         self._model = cast(HeadModel, decoder.model)
+        self.one_pass = isinstance(self._model, TorchBlock)  # others score token by token
+        self._pass: DraftPass | None = None  # of the round's chains
         # captured rounds sample one token after the other
         self.on_device = self._native is None and self._model.captured and not self._model.one_pass
 
@@ -63,6 +68,9 @@ class FeatureDrafter(ModelDrafter):
             "hidden_transfer": "hidden-transfer head",
             "chimera": "Chimera head",
             "assistant": "assistant",
+            "dflash": "DFlash drafter",
+            "dspark": "DSpark drafter",
+            "dflash2": "DFlash2 drafter",
         }
         return f"{kind[self._model.kind]} {draft}"
 
@@ -79,14 +87,33 @@ class FeatureDrafter(ModelDrafter):
     def _reading(self, batch: Batch, k: int) -> ComputeLogits:
         if not self._model.one_pass:
             return super()._reading(batch, k)
-        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._missing(batch), k)
-        return lambda draft_tokens: self.head.logits(hidden[:, draft_tokens.shape[1]])[:, None]
+        found = self._pass = self._draft_pass(batch, k)
+        everyone = torch.arange(batch.rows, device=batch.device)
+        return lambda draft_tokens: found.logits(everyone, _path(batch, draft_tokens))[:, None]
+
+    def _draft_pass(self, batch: Batch, k: int) -> DraftPass:
+        return cast(TorchHeadDecoder | BlockDecoder, self.head).draft_pass(batch, self._missing(batch), k)
+
+    def _chance(self, choices: Choices, draft_token: Tensor, batch: Batch, draft_tokens: Tensor) -> Tensor:
+        own = None if self._pass is None else self._pass.confidence(_path(batch, draft_tokens))
+        return super()._chance(choices, draft_token, batch, draft_tokens) if own is None else own[:, None]
 
     def _branching(self, batch: Batch, k: int, grown: Growth) -> Callable[[int], Tensor]:
         if not self._model.one_pass:
             return super()._branching(batch, k, grown)
-        hidden = cast(TorchHeadDecoder, self.head).read_ahead(batch, self._missing(batch), k)
-        return lambda depth: self.head.logits(hidden[[row for row, _ in grown.new], depth])
+        found, pending = self._draft_pass(batch, k), batch.pending()
+
+        def after(_depth: int) -> Tensor:
+            rows = torch.tensor([row for row, _ in grown.new], device=batch.device)
+            ways = [grown.rows[row].tokens_to(node) for row, node in grown.new]
+            return found.logits(rows, torch.cat([pending[rows], pending.new_tensor(ways).view(len(ways), -1)], dim=1))
+
+        return after
+
+
+def _path(batch: Batch, draft_tokens: Tensor) -> Tensor:
+    """Each row's last token, and its draft tokens [B, n] behind it."""
+    return torch.cat([batch.pending(), draft_tokens], dim=1)
 
 
 class MtpDrafter(FeatureDrafter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.core.batch import Batch, SpeculationPlan
+from paceline.core.batch import Batch, ParallelSample, SpeculationPlan
 from paceline.core.draft import Draft, Verdict, branching
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter, Equipment
@@ -20,7 +20,7 @@ class HybridDrafter(RowKeepers, Drafter):
     """Searches for n-gram drafts first, which costs little. The draft model drafts the rows where they do not suffice.
 
     The length policy decides in which rows they suffice (``SpeculationPlan.fallback``). Without its decision they do in
-    all rows if every row has a match of the longest kind, and otherwise in none. SuffixDecoding (arXiv 2411.04975)
+    all rows if every row has a match of five tokens or more, and otherwise in none. SuffixDecoding (arXiv 2411.04975)
     falls back on a draft model in the same way. The draft model's cache falls behind in rows with n-gram drafts, and
     catches up when the model drafts for them next. Under the rejection rule with sampling, where the model's draft
     tokens have distributions, one drafter serves all rows.
@@ -41,7 +41,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self._ngram, self._model = ngram, model
         self.uses_torch = model.uses_torch or ngram.uses_torch
         self.width = max(ngram.width, model.width)
-        self.paying_rows = model.paying_rows
+        self.paying_rows, self.one_pass = model.paying_rows, model.one_pass
         self.sources = *ngram.sources, *model.sources
         self.on_device = ngram.on_device and model.on_device and self.width == 1
 
@@ -90,6 +90,9 @@ class HybridDrafter(RowKeepers, Drafter):
 
     def observe(self, batch: Batch, verdict: Verdict) -> None:
         self._model.observe(batch, verdict)
+
+    def end(self, slot: int, sample: ParallelSample, text: Sequence[int]) -> None:
+        self._ngram.end(slot, sample, text)
 
     def describe(self, draft: str | None) -> str:
         return f"ngram or {self._model.describe(draft)}"

@@ -118,10 +118,10 @@ class ModelDrafter(Drafter):
         def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
             choices = Choices(logits, batch, draft_tokens, draft_tokens.shape[1])
             draft_token = self._draw(choices, batch, distributions)
-            goes_on = plan.stop_drafting is None or not self._stops(
-                plan.stop_drafting, batch, choices.likelihood(draft_token), scores
-            )
-            return draft_token, goes_on
+            if plan.stop_drafting is None:
+                return draft_token, True
+            chances = self._chance(choices, draft_token, batch, draft_tokens)
+            return draft_token, not self._stops(plan.stop_drafting, batch, chances, scores)
 
         draft_tokens = draw_chain(batch.text.new_empty((batch.rows, 0)), plan.k, self._reading(batch, plan.k), draw)
         k, asked = draft_tokens.shape[1], plan.counts(batch)
@@ -163,6 +163,10 @@ class ModelDrafter(Drafter):
         for row, (chance,) in zip(scores, chances.tolist(), strict=True):
             row.append(chance)
         return stop_drafting(batch, scores)
+
+    def _chance(self, choices: Choices, draft_token: Tensor, _batch: Batch, _draft_tokens: Tensor) -> Tensor:
+        """Probability [B, 1] that the target accepts the newest draft token. draft_tokens: [B, n], those before it."""
+        return choices.likelihood(draft_token)
 
     def _draw(self, choices: Choices, batch: Batch, distributions: list[Tensor]) -> Tensor:
         """Sample one draft token per row, [B, 1]; append its distribution if the acceptance rule needs it."""

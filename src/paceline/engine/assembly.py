@@ -9,6 +9,7 @@ from weakref import WeakSet
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
+from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
@@ -81,6 +82,8 @@ class Assembly:
             return NativeHeadDecoder(model, *sizes)
         if isinstance(model, Assistant):
             return AssistantDecoder(model, *sizes)
+        if isinstance(model, TorchBlock):
+            return BlockDecoder(model, *sizes)
         if isinstance(model, TorchHead):
             return TorchHeadDecoder(model, *sizes)
         if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:
@@ -102,7 +105,8 @@ class Assembly:
         for document in models.documents if config.looks_up else ():
             check_tokens("reference_documents", document, models.target.vocab_size)
         equipment = Equipment(
-            target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of
+            *(target, config.acceptance, models.draft, models.documents, self.draft_decoder, config.width_of),
+            config.lookup_tokens,
         )
         drafter = make_drafter(kind, equipment)
         self._shorten(drafter)

@@ -25,7 +25,7 @@ from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
-from paceline.engine.memory import fit_memory
+from paceline.engine.memory import fit_memory, plan_memory
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -238,6 +238,13 @@ class Engine:
             threads=self.threads,
             fitted=self._fitted,
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the models take, with caches that are as full as their limit allows."""
+        models = self.models
+        plan = plan_memory(models.target, models.draft, self.config, self._fitted.rows, self.max_model_len)
+        return plan.weights + plan.to_allocate - plan.caches + self.room.limit
 
     def identity(self) -> Identity:
         """Return the key of profiles and cost tables: they hold only for an engine with an equal identity."""

@@ -109,13 +109,14 @@ def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, po
 
 def _cache_bytes(model: AnyModel, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
-    layers = kv_layers_of(model)
+    layers, fused = kv_layers_of(model), 0
+    if isinstance(model, HeadModel):
+        fused, positions = model.fused_bytes(positions), positions + model.slots_behind
     if grows_on(model.device):
-        kept = sum(KVCache.row_bytes(2, (1, *shape), positions, model.dtype) for shape in layers)
+        kept = KVCache.growing_bytes(layers, positions, model.dtype)
     else:
-        heads, dims = [each.heads for each in layers], [each.dim for each in layers]
-        kept = KVCache.bytes_for(len(layers), 1, heads, positions, dims, model.dtype)
-    return kept + (model.fused_bytes(positions) if isinstance(model, HeadModel) else 0)
+        kept = KVCache.bytes_for(layers, 1, positions, model.dtype)
+    return kept + fused
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class _SharedFields:
     request_id: str
     seed: int
     arrival: float
-    group: RequestGroup | None
+    group: RequestGroup
     scope: Scope
 
 
@@ -105,7 +105,7 @@ class Intake:
             reading = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
             output.prompt_logprobs = reading.logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        group, scope = self._request_group(request), self._scope_of(request)
+        group, scope = self._request_group(request, request_id), self._scope_of(request)
         common = _SharedFields(request, request_id, seed, arrival, group, scope)
         rows = [self._sequence(common, index) for index in range(1 if request.only_read else params.answers)]
         rows[0].reading = reading
@@ -114,18 +114,17 @@ class Intake:
             row.rivals = output.candidates
         return output, rows
 
-    def _request_group(self, request: Request) -> RequestGroup | None:
-        """Return the texts that drafts can be copied from beside a sample's own text; None if there are none."""
-        samples = request.params.answers
-        own_text_only = samples == 1 and not request.references
-        return None if own_text_only else RequestGroup(request.references, samples)
+    def _request_group(self, request: Request, request_id: str) -> RequestGroup:
+        """Return the texts that drafts can be copied from beside a sample's own text."""
+        # The rejection rule's texts depend on the drafts: the same call gives the same text only without earlier ones.
+        shares = request.params.keep_prefix and self.config.prefix_cache and self.config.acceptance != "rejection"
+        return RequestGroup(request.references, _owner_parts(request) if shares else (request_id,))
 
     def _scope_of(self, request: Request) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
         params = request.params
-        # Keys and values depend on the adapter. Neither its name nor an owner's has NUL: different parts, other names.
-        parts = request.prefix_owner, params.adapter or "", params.cache_salt or ""
-        name = "\0".join(parts) if self.config.prefix_cache else None
+        # Neither an owner's name nor an adapter's has NUL: different parts, other names.
+        name = "\0".join(_owner_parts(request)) if self.config.prefix_cache else None
         least = (_LEAST_READ, _LEAST_READ) if request.only_read else (LEAST, WORTH_WAITING)
         return Scope(name, name if params.keep_prefix else None, *least)
 
@@ -154,7 +153,7 @@ class Intake:
             client=request.client,
             priority=request.priority,
             scope=common.scope,
-            member=self._parallel_sample(common, index),
+            member=ParallelSample(common.group, max(0, len(request.prompt_token_ids) - CONTEXT)),
             only_read=request.only_read,
         )
 
@@ -164,14 +163,6 @@ class Intake:
         if params.adapter not in self.adapters:
             allowed = f"one of {', '.join(self.adapters)}" if self.adapters else "None: no adapters were loaded"
             raise ParameterError("adapter", params.adapter, allowed)
-
-    @staticmethod
-    def _parallel_sample(common: _SharedFields, index: int) -> ParallelSample | None:
-        """Return what lookup needs to draft from other samples and references; None if there are none."""
-        if common.group is None:
-            return None
-        prompt_tail = max(0, len(common.request.prompt_token_ids) - CONTEXT)
-        return ParallelSample(common.group, index, prompt_tail)
 
     def check(self, request: Request) -> None:
         """Raise what ``Engine.add`` would raise. May be called from any thread."""
@@ -235,3 +226,8 @@ def check_tokens(name: str, tokens: Iterable[int], vocab: int) -> None:
     for token in tokens:
         if not (isinstance(token, int) and 0 <= token < vocab):
             raise ParameterError(name, token, f"token ids from 0 to {vocab - 1}, the target's vocabulary")
+
+
+def _owner_parts(request: Request) -> tuple[str, ...]:
+    """Whose prefixes and answers a request shares: keys, values and texts depend on the adapter."""
+    return request.prefix_owner, request.params.adapter or "", request.params.cache_salt or ""

@@ -110,10 +110,9 @@ class Scheduler:
     def _draft_models_read(self, sequence: Sequence, rows_soon: int) -> bool:
         """Whether draft models should read the prompt before it decodes."""
         unread = sequence.prefill_stop - min(sequence.num_computed[1:], default=0)
-        rows = sequence.member.group.answers if sequence.member else 1
         answer = min(sequence.params.max_tokens, self.batch.expected_tokens)
         seconds = sequence.deadline - time.monotonic()
-        prompt = UnreadPrompt(unread, min(rows, rows_soon), answer, seconds)
+        prompt = UnreadPrompt(unread, min(sequence.params.answers, rows_soon), answer, seconds)
         return self.parts.policy.reads_prompt(rows_soon, prompt)
 
     @property

@@ -120,6 +120,9 @@ class SlotAllocator:
             prefix = CachedPrefix()
             for decoder in self.parts.decoders:
                 decoder.erase_row(slot)
+        elif sequence.member is not None and sequence.output.token_ids:
+            answer = sequence.prompt[sequence.member.prompt_tail :] + sequence.output.token_ids
+            self.parts.drafter.end(slot, sequence.member, answer)
         self.parts.leave(slot)
         self.batch.free_slot(slot, len(prefix.tokens))
         self.parts.target.set_adapter(slot, None)

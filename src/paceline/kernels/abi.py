@@ -28,6 +28,7 @@ KEY_BLOCK = 256
 ACTIVATION_GROUP = 64
 ROUTER_PANEL = 16
 INT8_ZERO = 128
+HEADS_OF_PART = 4
 MOST_TAPS = 8
 WALK_TOKENS = 64
 WIDEST_BLOCK = 64
@@ -52,7 +53,11 @@ class Epilogue(IntEnum):
     CLAMPED_SWIGLU = 4
     SILU = 5
     GELU = 6
-    CAP = 7
+    EXACT_GELU = 7
+    RELU = 8
+    RELU2 = 9
+    XIELU = 10
+    CAP = 11
 
 
 class RecurrentKind(IntEnum):
@@ -61,6 +66,7 @@ class RecurrentKind(IntEnum):
     NOT_RECURRENT = 0
     DELTA_NET = 1
     SHORT_CONV = 2
+    MAMBA2 = 3
 
 
 class Activation(IntEnum):
@@ -69,6 +75,10 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED_SILU = 2
+    GELU = 3
+    RELU = 4
+    RELU2 = 5
+    XIELU = 6
 
 
 class Changed(IntEnum):
@@ -106,6 +116,7 @@ class CRecurrent(Structure):
 
     _fields_ = (
         ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
+        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
     )
 
 
@@ -138,7 +149,18 @@ class CExperts(Structure):
 
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
-        ("used", c_int32), ("normalised", c_int32), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
+        ("group_best", c_int32), ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+    )
+
+
+class CLatent(Structure):
+    """csrc: Latent."""
+
+    _fields_ = (
+        ("query_up", CLinear), ("absorb", POINTER(CLinear)), ("expand", POINTER(CLinear)), ("query_norm", c_void_p),
+        ("norm", c_void_p), ("query_rank", c_int32), ("rank", c_int32), ("rotary_dim", c_int32), ("key_dim", c_int32),
+        ("value_dim", c_int32), ("epsilon", c_float),
     )
 
 
@@ -161,7 +183,8 @@ class CLayer(Structure):
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("v_norm", c_void_p),
         ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)), ("sinks", c_void_p),
-        ("changes", POINTER(CLowRank) * 4),
+        ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float), ("parallel", c_int32),
+        ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -201,7 +224,8 @@ class CModelSpec(Structure):
         ("layers", POINTER(CLayer)), ("head", CLinear), ("embedding", c_void_p), ("final_norm", c_void_p),
         ("positions", c_int64), ("layer_count", c_int32), ("width", c_int32), ("epsilon", c_float),
         ("embed_scale", c_float), ("tap_scale", c_float), ("fusion", POINTER(CFusion)), ("recurrent", CRecurrentShape),
-        ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("adapters", c_int32),
+        ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("centred", c_int32), ("places", c_void_p),
+        ("embedding_norm", c_void_p), ("adapters", c_int32),
     )
 
 
@@ -240,9 +264,10 @@ class CAttention(Structure):
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
         ("positions", c_void_p), ("slots", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
         ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("capacity", c_int64),
-        ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p),
-        ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
+        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
+        ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
+        ("norm_after", c_bool), ("cap", c_float),
     )
 
 
@@ -307,7 +332,7 @@ class CRowSources(Structure):
     """csrc: RowSources."""
 
     _fields_ = (
-        ("references", c_void_p), ("siblings", c_void_p), ("number", c_int64), ("first", c_int64),
+        ("references", c_void_p), ("answers", c_void_p), ("number", c_int64), ("first", c_int64),
     )
 
 
@@ -355,9 +380,9 @@ class CRoundCall(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLowRank, CLayer, CFusion, CRecurrentShape,
-    CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows, CShortHead,
-    CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CLowRank, CLayer, CFusion,
+    CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
+    CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_interface": (c_char_p, ()),
@@ -385,11 +410,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_copy_columns": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pl_keep_fused": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "pl_draft": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "pl_texts_new": (NewObject, ()),
+    "pl_texts_new": (NewObject, (c_int64,)),
     "pl_texts_free": (None, (c_void_p,)),
+    "pl_texts_held": (c_int64, (c_void_p,)),
+    "pl_texts_size": (c_int64, (c_void_p, c_int64)),
     "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
-        c_void_p, c_void_p, c_void_p, c_void_p)),
+        c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_lookup_all": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_draw": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -400,4 +427,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "6efd111e98d84b21"
+INTERFACE = "164b2b666a77a7a4"

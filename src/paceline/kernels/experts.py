@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 
-def route(scores: Tensor, used: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Choose the ``used`` experts with the highest scores; of equal ones the first.
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts, and the weights of their outputs, follow from the router's scores.
+
+    used: experts of a token.
+    sigmoid: whether an expert's probability is the sigmoid of its score; else the probabilities are a softmax.
+    normalised: whether the weights are the probabilities divided by their sum over the token's experts.
+    groups, used_groups: the experts lie in ``groups`` equal groups, and those of a token are in the ``used_groups``
+        groups whose ``group_best`` highest values have the largest sums: 2 in DeepSeek-V3 (arXiv 2412.19437, section
+        2.1.2), 1 in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2).
+    """
+
+    used: int
+    normalised: bool
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    group_best: int = 2
+
+
+def route(scores: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts with the highest scores; of equal ones the first.
 
     scores: float32 [N, experts] -> weights float32 and numbers int64 of each token's experts, [N, used] each, by rank.
-    normalised: whether the weights are a softmax over the scores of the token's experts; else over all.
+    correction: float32 [experts]; with it the sums of the probabilities and it take the scores' place in the choice.
     """
-    ranked, order = scores.sort(stable=True, dim=-1, descending=True)
-    best = ranked[:, :used]
-    weights = best.softmax(-1) if normalised else ranked.softmax(-1)[:, :used]
-    return weights, order[:, :used]
+    chances = scores.sigmoid() if routing.sigmoid else scores.softmax(-1)
+    values = scores if correction is None else chances + correction
+    order = _in_best_groups(values, routing).sort(stable=True, dim=-1, descending=True)[1][:, : routing.used]
+    weights = chances.gather(-1, order)
+    if routing.normalised and not routing.sigmoid:
+        weights = scores.gather(-1, order).softmax(-1)
+    elif routing.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, order
+
+
+def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:
+    """Return the values [N, experts], -inf in groups that a token does not use."""
+    if routing.groups == 1:
+        return values
+    grouped = values.view(*values.shape[:-1], routing.groups, -1)
+    totals = grouped.topk(min(routing.group_best, grouped.shape[-1]), -1)[0].sum(-1)
+    best = totals.sort(stable=True, dim=-1, descending=True)[1][:, : routing.used_groups]
+    kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).view_as(values)

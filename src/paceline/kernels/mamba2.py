@@ -1,4 +1,4 @@
-"""Mamba-2 layers (arXiv 2405.21060) in plain torch, token by token. There are no kernels for them yet.
+"""Reference implementation of Mamba-2 layers (arXiv 2405.21060) in plain torch, token by token.
 
 Shapes: n tokens of one slot, H heads of width P, G groups of heads that share B and C, each of width S.
 """
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from paceline.core.recurrent_state import StateShape
 from paceline.kernels.recurrent import convolve
+from paceline.kernels.spec import LinearWeights
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Mamba2Heads:
 class Mamba2:
     """A Mamba-2 layer (``BambaMixer`` of transformers); implements ``RecurrentMixer``.
 
-    Its first matrix gives a gate for each element of the output, then the channels, then the step of each head.
+    Its first matrix gives the channels, then a gate for each element of the output. gates: the steps of the heads.
     conv [channels, taps], conv_bias [channels] or None. rate [H]: -exp(A_log). bias [H]: added to the step's input.
     skip [H]: factor of x in the output. norm [H P]: of the output, group by group. epsilon: of that norm.
     """
 
     heads: Mamba2Heads
+    gates: LinearWeights
     conv: Tensor
     conv_bias: Tensor | None
     rate: Tensor
@@ -56,22 +58,21 @@ class Mamba2:
     skip: Tensor
     norm: Tensor
     epsilon: float
-    gates: None = None
 
     def shape(self, layers: int) -> StateShape:
-        """Return what a slot keeps of ``layers`` layers: channels, then the steps; state [H, P, S]."""
+        """Return what a slot keeps of ``layers`` layers: channels, then the steps; state [H, S, P]."""
         heads = self.heads
-        state = heads.heads, heads.head_dim, heads.state_dim
+        state = heads.heads, heads.state_dim, heads.head_dim
         return StateShape(layers, heads.taps, heads.channels, heads.heads, state)
 
     def split(self, projected: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return channels and steps [n, channels + H], and the gates of the output [n, H P]."""
-        heads = self.heads
-        gate, channels, step = projected.split_with_sizes([heads.width, heads.channels, heads.heads], dim=1)
-        return torch.cat([channels, functional.softplus(step + self.bias.float())], 1), gate
+        assert gates is not None
+        channels, out_gate = projected.tensor_split([self.heads.channels], dim=1)
+        return torch.cat([channels, functional.softplus(gates + self.bias.float())], 1), out_gate
 
     def append(self, state: Tensor, window: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [H, P] of a token and the state after it [H, P, S]. gates [H]: its steps."""
+        """Return the output [H, P] of a token and the state after it [H, S, P]. gates [H]: its steps."""
         heads = self.heads
         mixed = functional.silu(convolve(window, self.conv, self.conv_bias))
         shared = heads.groups * heads.state_dim
@@ -79,8 +80,8 @@ class Mamba2:
         x = x.view(heads.heads, heads.head_dim)
         b, c = (each.view(heads.groups, -1).repeat_interleave(heads.heads // heads.groups, 0) for each in (b, c))
         decay = (gates * self.rate.float()).exp()
-        state = state * decay[:, None, None] + (x * gates[:, None])[:, :, None] * b[:, None]
-        return (state * c[:, None]).sum(2) + x * self.skip.float()[:, None], state
+        state = state * decay[:, None, None] + b[:, :, None] * (x * gates[:, None])[:, None]
+        return (state * c[:, :, None]).sum(1) + x * self.skip.float()[:, None], state
 
     def finish(self, mixed: Tensor, kept: Tensor) -> Tensor:
         """Multiply outputs [n, H, P] by silu of the gate, then norm them group by group -> [n, H P]."""

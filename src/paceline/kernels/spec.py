@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.cache import KVHeads
 from paceline.core.recurrent_state import StateShape
+from paceline.kernels.experts import Routing
 from paceline.kernels.pack import Format, Weight, quantise, reorder_rows
 
 
@@ -90,7 +91,7 @@ class Rotary:
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
-GatedActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu", "relu", "relu2", "xielu"]
 
 
 class ExpertsNorms(NamedTuple):
@@ -108,13 +109,13 @@ class ExpertsNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsWeights:
-    """A mixture of experts: a token runs through the ``used`` experts with the highest scores, whose outputs are added.
+    """A mixture of experts: a token runs through a few experts, whose outputs are added.
 
     router: [experts, width], and one more row if a sigmoid of its score multiplies the shared MLP's output. It is kept
         in float32.
     gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
-    normalised: whether the weights of the outputs are a softmax over the scores of the token's experts; else over all.
-    router_bias: added to the scores.
+    routing: how the experts and the weights of their outputs follow from the scores.
+    router_bias: added to the scores. correction: [experts], float32, added to the probabilities for the choice alone.
     factors: [experts], of the experts' outputs; None: 1.
     norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
     """
@@ -122,9 +123,9 @@ class ExpertsWeights:
     router: Tensor
     gate_up: Sequence[LinearWeights]
     down: Sequence[LinearWeights]
-    used: int
-    normalised: bool
+    routing: Routing
     router_bias: Tensor | None = None
+    correction: Tensor | None = None
     factors: Tensor | None = None
     norms: ExpertsNorms | None = None
 
@@ -132,6 +133,33 @@ class ExpertsWeights:
     def shared_gate(self) -> bool:
         """Whether the router's last row is that of the shared MLP's gate."""
         return self.router.shape[0] > len(self.down)
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Latent attention (MLA), in the absorbed form of ``models.description.latent``.
+
+    All heads read one key of a token: ``rotary_dim`` rotated elements, then its vector behind a norm, [rank]. That
+    vector is also its value. The layer's qkv has the rows of the queries, or of their vector, then those of the keys'
+    vector and of the rotated elements.
+    query_up: makes the queries from their vector, which then has the norm ``query_norm``; None: qkv has the queries. A
+        head's query is ``key_dim`` elements, then the rotated ones.
+    absorb, expand: of each head: [rank, key_dim], applied to a query; [value_dim, rank], to the weighted sum of
+        vectors.
+    """
+
+    rotary_dim: int
+    absorb: Sequence[LinearWeights]
+    expand: Sequence[LinearWeights]
+    norm: Tensor
+    query_up: LinearWeights | None = None
+    query_norm: Tensor | None = None
+    epsilon: float = 1e-6
+
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        """The matrices that every token is multiplied by."""
+        return (*self.absorb, *self.expand, *([] if self.query_up is None else [self.query_up]))
 
 
 class Heads(NamedTuple):
@@ -175,6 +203,9 @@ class TokenTableWeights:
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
+    plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
+    parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
+    cap: attention's scores are cap * tanh(scores / cap).
     experts: a mixture of experts; gate_up and down are then an MLP that all tokens run through besides, or None.
     gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
     sinks: [heads], one more score of each head in attention's softmax, without a value.
@@ -182,11 +213,13 @@ class LayerWeights:
     input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
     q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
     rotary, scale, heads: of this layer's attention; None: the model's.
+    norm_after: whether the norms of queries and keys stand behind the rotation.
     v_norm: whether values have a norm without weight over each head.
     place: number of the cache's layer that it reads; None: one after the layer before that has one.
     reads_only: whether an earlier layer writes its keys and values; qkv then has queries only.
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
+    latent: of latent attention, whose heads are those of the absorbed form; None: keys and values of its own heads.
     """
 
     qkv: LinearWeights
@@ -204,21 +237,28 @@ class LayerWeights:
     mlp_out_norm: Tensor | None = None
     rotary: Rotary | None = None
     scale: float | None = None
-    activation: GatedActivation = "silu"
+    activation: Activation = "silu"
     experts: ExpertsWeights | None = None
     sinks: Tensor | None = None
     heads: Heads | None = None
+    norm_after: bool = False
     v_norm: bool = False
     place: int | None = None
     reads_only: bool = False
     input: TokenInputWeights | None = None
     scale_out: Tensor | None = None
+    latent: LatentWeights | None = None
+    plain: bool = False
+    xielu: Tensor | None = None
+    parallel: bool = False
+    cap: float | None = None
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
         dense = (self.gate_up, self.down)
-        return self.qkv, self.attention_out, *(linear for linear in dense if linear is not None)
+        of_latent = () if self.latent is None else self.latent.linears
+        return self.qkv, self.attention_out, *of_latent, *(linear for linear in dense if linear is not None)
 
 
 @dataclass(frozen=True)
@@ -253,8 +293,10 @@ class FusionWeights:
 
 @dataclass(frozen=True)
 class NativeSpec:
-    """A whole decoder with RMS norms, rotary positions and gated MLPs. head None: tied to the embedding [vocab, width].
+    """A whole decoder. head None: tied to the embedding [vocab, width].
 
+    centred: whether the norms of the hidden states are layer norms; their tensors are then weight and bias [2, width].
+    positions: [max_positions, width], added to the embedding. embedding_norm: behind the embedding.
     rotary: of the layers that have none of their own.
     embed_scale: factor of the token embedding. tap_scale: factor of the hidden states that heads read.
     heads, kv_heads, head_dim: of the layers that have none of their own.
@@ -282,14 +324,23 @@ class NativeSpec:
     logits_cap: float | None = None
     read_from: tuple[KVHeads, ...] | None = None
     ahead: int = 0
+    centred: bool = False
+    positions: Tensor | None = None
+    embedding_norm: Tensor | None = None
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer of the cache."""
         if self.read_from is not None:
             return self.read_from
-        heads = (self.heads_of(layer) for layer in self.layers if layer.recurrent is None and not layer.reads_only)
-        return tuple(KVHeads(each.kv_heads, each.dim) for each in heads)
+        writers = (layer for layer in self.layers if layer.recurrent is None and not layer.reads_only)
+        return tuple(self._cached(layer) for layer in writers)
+
+    def _cached(self, layer: LayerWeights) -> KVHeads:
+        heads = self.heads_of(layer)
+        if layer.latent is None:
+            return KVHeads(heads.kv_heads, heads.dim)
+        return KVHeads(1, heads.dim, layer.latent.norm.shape[0], values_in_keys=True)
 
     @property
     def places(self) -> tuple[int, ...]:

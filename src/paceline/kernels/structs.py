@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels import abi
 from paceline.kernels.pack import Format, Packed
@@ -34,7 +34,7 @@ def linear(packed: Packed) -> abi.CLinear:
 def cache(of: KVCache) -> abi.CCache:
     """A cache of keys and values, with its recurrent states if it has any."""
     count = len(of.shapes)
-    tables = (abi.CKVTable * count)(*(_kv_table(*of.tables[2 * i : 2 * i + 2]) for i in range(count)))
+    tables = (abi.CKVTable * count)(*(_kv_table(*each) for each in zip(of.of_shapes, of.shapes, strict=True)))
     described = abi.CCache(
         tables=tables,
         table_count=count,
@@ -50,12 +50,13 @@ def cache(of: KVCache) -> abi.CCache:
     return described
 
 
-def _kv_table(keys: Tensor, values: Tensor) -> abi.CKVTable:
+def _kv_table(tables: tuple[Tensor, Tensor], shape: KVHeads) -> abi.CKVTable:
+    keys, values = tables
     layers, _, heads, _, dim = keys.shape
     layer_stride, row_stride, head_stride, position_stride, _ = keys.stride()
     return abi.CKVTable(
         keys=keys.data_ptr(),
-        values=values.data_ptr(),
+        values=None if shape.values_in_keys else values.data_ptr(),
         layer_stride=layer_stride,
         row_stride=row_stride,
         head_stride=head_stride,

@@ -172,7 +172,8 @@ class Calibration:
         self._fill(max(sizes), self.context)
         self._fill(min(CONTEXT_ROWS, max(sizes)), self.long_context)
         verify = {(b, k): self._verify(b, k, self.context) for b in sizes for k in self.grid.measured(b)}
-        few, many = 1, 1 + max(lengths)
+        one_pass, many = self.drafter.one_pass, 1 + max(lengths)
+        few = many if one_pass else 1
         draft = {(b, k): self._draft(b, k) for b in sizes for k in (few, many)}
         feed = {n: self._feed(n) for n in (0, *FEEDS) if n < self.context and self.drafter.decoders}
         rows = min(CONTEXT_ROWS, max(sizes))
@@ -182,7 +183,7 @@ class Calibration:
         self._measure_again({(b, k + 1): point for (b, k), point in verify.items()})
         self._measure_again(draft)
         self._clear()
-        steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / (many - few)) for b in sizes]
+        steps = [max(0.0, (draft[b, many].ms - draft[b, few].ms) / max(1, many - few)) for b in sizes]
         once, token = self._context_cost(near, far, rows)
         feed_ms = {n: max(0.0, point.ms - feed[0].ms) for n, point in feed.items() if n > 0}
         return CostTable(
@@ -196,6 +197,7 @@ class Calibration:
             context_token=token,
             feed_tokens=tuple(feed_ms) or (1,),
             feed=tuple(feed_ms.values()) or (0.0,),
+            one_pass=one_pass,
         )
 
     @torch.inference_mode()

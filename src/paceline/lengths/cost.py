@@ -58,6 +58,7 @@ class CostTable:
     context_once, context_token: extra verification time per row and position of context beyond ``context``: once, and
         for each token fed.
     feed[i]: added to a draft by reading feed_tokens[i] missing tokens of one row first.
+    one_pass: whether a draft takes the same time whatever its number of tokens, ``draft_once``.
 
     Raises TypeError or ValueError if the fields are not sizes and times of a possible measurement.
     """
@@ -72,6 +73,7 @@ class CostTable:
     context_token: float = 0.0
     feed_tokens: tuple[int, ...] = (1,)
     feed: tuple[float, ...] = (0.0,)
+    one_pass: bool = False
 
     def verify_ms(self, rows: int, k: float, context: float | None = None) -> float:
         """Verification of k draft tokens per row, in ms. context: tokens per row; None: the table's.
@@ -321,7 +323,8 @@ class CostModel:
     def _tabulated_draft(self, rows: int, passes: int) -> float:
         if rows not in self._draft_tables:  # kept: a policy asks after every draft token
             one = self.table.draft_ms(rows, 1)
-            self._draft_tables[rows] = one, max(self.table.draft_ms(rows, 2) - one, MIN_FACTOR * one)
+            further = max(self.table.draft_ms(rows, 2) - one, MIN_FACTOR * one)
+            self._draft_tables[rows] = one, 0.0 if self.table.one_pass else further
         one, step = self._draft_tables[rows]
         return max(one + (passes - 1) * step, MIN_MS)
 

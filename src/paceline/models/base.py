@@ -165,7 +165,10 @@ class ShortHead(Protocol):
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of weights that a forward pass reads: of the layers, and of the output head for each token of V."""
+    """Bytes of weights that a forward pass reads: of the layers, and of the output head for each token of V.
+
+    Of a mixture, those of one token's experts.
+    """
 
     layers: int
     token: int
@@ -205,8 +208,6 @@ def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
 
 def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
     """Allocate the keys and values of a model, and its recurrent states."""
-    layers = kv_layers_of(model)
-    heads, dims = [each.heads for each in layers], [each.dim for each in layers]
-    sizes = len(layers), rows, heads, positions, dims, model.dtype, model.device
+    sizes = kv_layers_of(model), rows, positions, model.dtype, model.device
     shape = state_shape_of(model)
     return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)

@@ -73,11 +73,20 @@ def is_json(content_type: str) -> bool:
     return header.get_content_maintype() == "application" and (kind == "json" or kind.endswith("+json"))
 
 
+def _may_lack_type(request: Request) -> bool:
+    """Whether a body without the Content-Type of JSON is taken: Ollama's clients send it so.
+
+    A web page of another site could send such a request, too; browsers then add an Origin.
+    """
+    return request.url.path.startswith(errors.OLLAMA) and "origin" not in request.headers
+
+
 class _Read(Request):
     """A request whose body is already parsed and validated."""
 
     def __init__(self, request: Request, body: bytes, document: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
+        headers = [(b"content-type", b"application/json"), *request.scope["headers"]]  # the first one counts
+        super().__init__({**request.scope, "headers": headers}, request.receive)
         self._bytes, self._document = body, document
 
     async def body(self) -> bytes:
@@ -92,7 +101,7 @@ def route_class(worker: WorkerThread) -> type[APIRoute]:
 
     async def read_body(model: type[BaseModel], request: Request) -> _Read:
         body = await request.body()
-        if not is_json(request.headers.get("content-type", "")):
+        if not is_json(request.headers.get("content-type", "")) and not _may_lack_type(request):
             message = "the body must be JSON: send the header 'Content-Type: application/json'"
             raise errors.ApiError(415, errors.INVALID, message, code="unsupported_media_type")
         if len(body) <= _SHORT:

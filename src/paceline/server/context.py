@@ -1,4 +1,4 @@
-"""The parts of one server, and the names of the models that it serves."""
+"""The parts of a server that serve one model, and the names by which requests call it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from paceline.server.dispatch import Dispatcher
 from paceline.server.documents import ReplyWriter
 from paceline.server.metrics import Meter
 from paceline.server.protocol import AnsweredRequest
+from paceline.server.quotas import Quotas
 from paceline.server.service import EngineService
 from paceline.server.texts import TextWorker
 from paceline.server.threads import WorkerThread
@@ -50,24 +51,54 @@ def _loaded(load: Callable[[], LLM], config: ServerConfig) -> LLM:
     return llm
 
 
+def exposition(meter: Meter, config: ServerConfig, name: Callable[[], str]) -> bytes:
+    """Return a model's metrics in Prometheus' text format, with vLLM's names too if configured. name: the model's."""
+    ours = meter.exposition()
+    return ours if config.metrics_names == "paceline" else ours + vllm_names.exposition(meter.registry, name())
+
+
+class RequestIds:
+    """Makes ids such as cmpl-1a2b3c4d-17, which are unique across servers, too."""
+
+    def __init__(self) -> None:
+        self._start, self._count = secrets.token_hex(4), itertools.count()
+
+    def __call__(self, prefix: str) -> str:
+        return f"{prefix}-{self._start}-{next(self._count)}"
+
+
 class Context:
-    """Everything that the routes of one server share.
+    """Everything that requests to one model share.
 
     Slow work runs in four single threads, which keep the event loop responsive: request bodies, short and long texts
     (``texts``), and long replies (``replies``).
+
+    first: the context of the server's first model, whose ids, limits of keys and threads for bodies and replies its
+    other models use. meter: of an earlier load of the model. others: names of the server's other models.
     """
 
-    def __init__(self, config: ServerConfig, load: Callable[[], LLM], on_end: Callable[[], None]) -> None:
-        self.config = config
-        self.meter = Meter(config.log_interval)
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: Callable[[], LLM],
+        on_end: Callable[[], None],
+        *,
+        first: Context | None = None,
+        meter: Meter | None = None,
+        others: Sequence[str] = (),
+    ) -> None:
+        self.config, self._others = config, others
+        self.meter = meter or Meter(config.log_interval)
         checked = functools.partial(_loaded, load, config)
         self.service = EngineService(checked, self.meter, on_end, config.stall_timeout, config.capture_seconds)
-        self.bodies = WorkerThread("bodies")
+        self.new_id: RequestIds = RequestIds() if first is None else first.new_id
+        self.quotas: Quotas = Quotas(config.api_keys) if first is None else first.quotas
+        self.bodies: WorkerThread = WorkerThread("bodies") if first is None else first.bodies
+        self.replies: ReplyWriter = ReplyWriter() if first is None else first.replies
         self.texts = TextWorker(config, self.service)
-        self.dispatcher = Dispatcher(config, self.service, self.texts, self.new_id)
-        self.replies = ReplyWriter()
+        self.dispatcher = Dispatcher(config, self.service, self.texts, self.new_id, self.quotas)
+        self._own = (self.texts,) if first is not None else (self.bodies, self.texts, self.replies)
         self.created = int(time.time())
-        self._start, self._count = secrets.token_hex(4), itertools.count()
 
     @property
     def llm(self) -> LLM:
@@ -90,7 +121,7 @@ class Context:
 
         A chat that names one of ``RECOMMENDED_FIELDS`` gets nothing of the default that is made for chats.
         """
-        named = any(getattr(body, name, None) is not None for name in RECOMMENDED_FIELDS)
+        named = body.given.keys() & set(RECOMMENDED_FIELDS)
         return self.default_sampling if named else self.default_chat_sampling
 
     @property
@@ -102,10 +133,7 @@ class Context:
 
         Raises ApiError (503) if vLLM's names are configured and the model's name is not known yet.
         """
-        ours = self.meter.exposition()
-        if self.config.metrics_names == "paceline":
-            return ours
-        return ours + vllm_names.exposition(self.meter.registry, self.model_name)
+        return exposition(self.meter, self.config, lambda: self.model_name)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -116,17 +144,13 @@ class Context:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) unless ``name`` is the served model or an adapter; None stands for the served model."""
         if name is not None and name not in (self.model_name, *self.adapters):
-            served = ", ".join(repr(each) for each in (self.model_name, *self.adapters))
+            served = ", ".join(repr(each) for each in (self.model_name, *self.adapters, *self._others))
             message = f"the model {name!r} does not exist; this server serves {served}"
             raise errors.not_found(message, "model", "model_not_found")
 
     def for_model(self, name: str | None, params: SamplingParams) -> SamplingParams:
         """Return the parameters of a request for the model ``name``, which may be an adapter. See ``check_model``."""
         return replace(params, adapter=name) if name in self.adapters else params
-
-    def new_id(self, prefix: str) -> str:
-        """Return a unique id such as cmpl-1a2b3c4d-17. It is unique across servers, too."""
-        return f"{prefix}-{self._start}-{next(self._count)}"
 
     def client_of(self, request: HttpRequest) -> str:
         """Identity of the client for fair queueing and limits."""
@@ -137,5 +161,5 @@ class Context:
 
         FastAPI remembers the routes of ended servers, and thereby this object: it must not keep the model in memory.
         """
-        for worker in (self.bodies, self.texts, self.replies):
+        for worker in self._own:
             worker.close()

@@ -27,14 +27,19 @@ log = logging.getLogger("paceline.server")
 class Dispatcher:
     """Makes the engine's requests, and runs them within the limits of their client and of the server.
 
-    new_id: makes a unique id from its prefix.
+    new_id: makes a unique id from its prefix. quotas: the limits of API keys.
     """
 
     def __init__(
-        self, config: ServerConfig, service: EngineService, texts: TextWorker, new_id: Callable[[str], str]
+        self,
+        config: ServerConfig,
+        service: EngineService,
+        texts: TextWorker,
+        new_id: Callable[[str], str],
+        quotas: Quotas,
     ) -> None:
         self._config, self._service, self._texts, self._new_id = config, service, texts, new_id
-        self.quotas = Quotas(config.api_keys)
+        self.quotas = quotas
         self.admission = Admission(config.max_waiting, config.max_waiting_tokens)
         self._transcripts = Transcripts()
         self._embedding_width: int | None = None

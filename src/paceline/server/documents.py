@@ -63,6 +63,12 @@ class ReplyWriter(WorkerThread):
             return b"".join(event(written(document)) for document in build())
         return await self.run(lambda: b"".join(event(written_in_pieces(document)) for document in build()))
 
+    async def lines(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
+        """Serialize documents as lines of JSON."""
+        if entries <= _SHORT_REPLY:
+            return b"".join(written(document) + b"\n" for document in build())
+        return await self.run(lambda: b"".join(written_in_pieces(document) + b"\n" for document in build()))
+
     async def typed_events(self, build: Callable[[], Iterable[Mapping[str, Any]]], entries: int) -> bytes:
         """Serialize documents as server-sent events named by their "type"."""
         if entries <= _SHORT_REPLY:

@@ -116,9 +116,13 @@ class EmbeddingJob:
 
     async def answer(self) -> bytes:
         """Return the whole response as JSON. Raises ApiError."""
-        await self.context.dispatcher.embed(self.requests, self.body.timeout)
-        vectors = [_first(self.body.dimensions, text.vector).tolist() for text in self.texts]
+        vectors = await self.vectors()
         return await self.context.replies.written(lambda: self._document(vectors), sum(map(len, vectors)))
+
+    async def vectors(self) -> list[list[float]]:
+        """Return the embeddings in order. Raises ApiError."""
+        await self.context.dispatcher.embed(self.requests, self.body.timeout)
+        return [_first(self.body.dimensions, text.vector).tolist() for text in self.texts]
 
     def _document(self, vectors: Sequence[list[float]]) -> EmbeddingList:
         tokens = sum(len(text.token_ids) for text in self.texts)

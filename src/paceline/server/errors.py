@@ -24,6 +24,7 @@ INVALID = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
 TWO_LENGTHS, BODY_TIMEOUT = "two_lengths", "body_timeout"
 _LAST = frozenset({TWO_LENGTHS, BODY_TIMEOUT})  # the start of the next request is unknown: close the connection
+OLLAMA = "/api/"  # paths of Ollama's API
 _ANTHROPIC = "/v1/messages"
 # Anthropic's client reads this and sends the whole conversation instead, without a thread.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -74,7 +75,9 @@ class ApiError(PacelineError):
         return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body in the form of the API that a path belongs to: OpenAI's, or Anthropic's below /v1/messages."""
+        """The body in the form of the API that a path belongs to: OpenAI's, Anthropic's or Ollama's."""
+        if path.startswith(OLLAMA):
+            return {"error": self.body["error"]["message"]}
         if not path.startswith(_ANTHROPIC):
             return self.body
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)

@@ -20,6 +20,7 @@ from paceline.config.limits import LogFormat, LogLevel
 LOGGERS = ("paceline", "uvicorn")
 REFUSALS = "paceline.server.refusals"
 CLIENT_LOGGERS = (REFUSALS, "uvicorn.error")  # loggers whose lines clients can cause
+POLLED = frozenset({"/health", "/ping", "/stats", "/stats/stream", "/metrics", "/load"})
 _TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
@@ -179,6 +180,19 @@ class Throttle(logging.Filter):
         return True
 
 
+class WithoutPolling(logging.Filter):
+    """Leaves out access lines of requests that monitors repeat all the time, unless the answer is unusual.
+
+    A record's arguments are uvicorn's: client, method, target, HTTP version and status. 503 is what /health answers
+    while the model loads.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        _, method, target, _, status = record.args if isinstance(record.args, tuple) else (None,) * 5
+        path = str(target).partition("?")[0]
+        return method not in ("GET", "HEAD") or path not in POLLED or status not in (200, 503)
+
+
 class StderrStream(io.TextIOBase):
     """Replacement of ``sys.stderr``: sends what libraries print (warnings, progress bars) through the log's writer."""
 
@@ -221,6 +235,7 @@ def _configure(handler: LogWriter, log_format: LogFormat, log_level: LogLevel) -
         logger.setLevel(log_level.upper() if name == LOGGERS[0] else logging.INFO)
     for name in CLIENT_LOGGERS:
         logging.getLogger(name).filters = [Throttle()]
+    logging.getLogger("uvicorn.access").filters = [WithoutPolling()]
 
 
 def flush() -> None:

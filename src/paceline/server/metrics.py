@@ -71,6 +71,13 @@ class Stats(BaseModel):
     rounds: int
 
 
+class LiveStats(BaseModel):
+    """An event of ``/stats/stream``. status: as in ``/health``."""
+
+    status: str
+    stats: Stats
+
+
 @dataclass
 class TokenTimes:
     """Delivered tokens of each answer of a request, and the time of the last delivery in seconds."""
@@ -203,6 +210,16 @@ class Meter:
         self._limit_gauge.set(filled.limit_bytes)
         for kind, size in (("rows", filled.row_bytes), ("prefixes", filled.prefix_bytes)):
             self._bytes_gauge.labels(kind).set(size)
+
+    def engine_ended(self) -> None:
+        """Set what an engine that was unloaded leaves behind to zero. Counters go on with the model's next load."""
+        with self._lock:
+            self._running = self._waiting = self._capacity = 0
+            self._filled = CacheUsage(0, 0, 0)
+        for kind in ("rows", "prefixes"):
+            self._bytes_gauge.labels(kind).set(0)
+        for gauge in (self._running_gauge, self._waiting_gauge, self._usage_gauge, self._limit_gauge, self._batch_size):
+            gauge.set(0)
 
     def record_round(self, engine: Engine) -> None:
         """Record the last round. Called after every step; does nothing if the step ran no round."""

@@ -288,16 +288,20 @@ class AnsweredRequest(ApiRequest):
         """The required form of the answer's text. Raises ParameterError."""
         raise NotImplementedError
 
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The sampling parameters that the body has, by the names of ``SamplingParams``."""
+        names = SamplingFields.model_fields
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+
     def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
         """The sampling parameters; those of ``base`` where the body has none. Raises ParameterError.
 
         left: as in ``answer_limit``.
         """
-        names = SamplingFields.model_fields
-        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         budget = None if self.deadline_ms is None else self.deadline_ms / 1000
         own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs, "time_budget": budget}
-        return SamplingParams.from_mapping(given | own, base)
+        return SamplingParams.from_mapping({**self.given, **own}, base)
 
 
 class GenerationRequest(AnsweredRequest, SamplingFields):
@@ -360,7 +364,7 @@ def _among(value: Any, harmless: tuple[JsonValue, ...]) -> bool:
 
 
 class TurnRequest(AnsweredRequest):
-    """Fields of APIs that give one answer to a conversation: how it is sampled and served. None is the default.
+    """Fields of APIs that give one answer to a conversation: how it is served. None is the default.
 
     structure_field: the API's name for the required form of the answer's text. Others: as in ``GenerationRequest``.
     """
@@ -368,9 +372,6 @@ class TurnRequest(AnsweredRequest):
     structure_field: ClassVar[str]
 
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     timeout: Positive | None = None
@@ -380,6 +381,14 @@ class TurnRequest(AnsweredRequest):
 
         @property
         def model(self) -> str | None: ...
+
+
+class SampledTurnRequest(TurnRequest):
+    """A body of such an API whose sampling parameters are fields of its own."""
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] | None = None
 
 
 class StructuredFields(Strict):

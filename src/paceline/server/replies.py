@@ -293,14 +293,17 @@ class ChatChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The served model. default_sampling: of completions and of chats that name no sampling."""
+    """A served model. default_sampling: of completions and of chats that name no sampling.
+
+    max_model_len and default_sampling are left out while the model is not loaded.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
-    default_sampling: dict[Literal["completions", "chats"], dict[str, float]]
+    max_model_len: int | None = None
+    default_sampling: dict[Literal["completions", "chats"], dict[str, float]] | None = None
 
 
 class ModelList(BaseModel):

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.config import ServerConfig
 from paceline.server import errors, logs
 from paceline.server.app import make_app
 from paceline.server.connections import MAX_HEADER_BYTES, Connection, ConnectionTable, with_connections
 from paceline.server.ending import watch_signals
+from paceline.server.models import ModelSource
 from paceline.server.service import EngineService
 from paceline.server.sockets import ACCEPTED_AT_ONCE, enlarge_backlog, listen
+from paceline.server.streaming import ENDING
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -40,11 +43,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, give_up: Callable[[errors.ApiError], None]) -> None:
+        self._ending = asyncio.Event()
         super().__init__(
             uvicorn.Config(
-                with_connections(app),
+                self._told(with_connections(app)),
                 loop="asyncio",  # the only tested loop; connections.py relies on it
-                http=cast(Any, functools.partial(Connection, ConnectionTable(config))),
+                http=cast(Any, partial(Connection, ConnectionTable(config))),
                 ws="none",
                 backlog=ACCEPTED_AT_ONCE,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
@@ -56,6 +60,15 @@ class Server(uvicorn.Server):
             )
         )
         self._give_up, self._settings = give_up, config
+
+    def _told(self, app: ASGIApp) -> ASGIApp:
+        """Return the application, whose requests can see that the server ends."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[ENDING] = self._ending
+            await app(scope, receive, send)
+
+        return serve
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on ``sockets``, or on the configured address. Raises ParameterError."""
@@ -73,28 +86,37 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending.set()
         gone = errors.unavailable("the server is shutting down", "shutting_down")
         limit = self._settings.shutdown_timeout
         asyncio.get_running_loop().call_later(limit, self._give_up, gone)
         await super().shutdown(sockets)
 
 
-def serve(config: ServerConfig, load: Callable[[], LLM]) -> None:
-    """Serve until a signal. Raises ParameterError if it cannot listen, and what ``load`` raises."""
+def serve(
+    config: ServerConfig,
+    load: Callable[[], LLM],
+    others: Mapping[str, ModelSource] | None = None,
+    memory_limit: int | None = None,
+) -> None:
+    """Serve until a signal; arguments as in ``make_app``.
+
+    Raises ParameterError if it cannot listen, and what ``load`` raises.
+    """
     sockets = listen(config)  # a port in use is reported before the model loads
     with logs.to_stderr(config.log_format, config.log_level):
-        service = _serve(config, load, sockets)
+        service = _serve(config, sockets, partial(make_app, config, load, others=others, memory_limit=memory_limit))
     if service.failure is not None:
         raise service.failure
 
 
-def _serve(config: ServerConfig, load: Callable[[], LLM], sockets: list[socket.socket]) -> EngineService:
+def _serve(config: ServerConfig, sockets: list[socket.socket], make: Callable[..., FastAPI]) -> EngineService:
     def end() -> None:
         server.should_exit = True
 
-    app = make_app(config, load, end)
+    app = make(on_end=end)
     service: EngineService = app.state.context.service
-    server = Server(app, config, service.fail_all)
+    server = Server(app, config, app.state.served.fail_all)
     watch_signals(config.shutdown_timeout + LAST_WORDS + LAST_STEP, lambda: service.is_loading)
     say_where(config, sockets)
     server.run(sockets)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
+from pydantic import JsonValue
+from pydantic_core import from_json
+
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
 from paceline.chat.values import MessageEvent, ReasoningDelta, TextDelta, ToolCallArgumentsDelta
@@ -67,17 +70,28 @@ class Turn:
             prompt = await prompt_of(context, conversation)
         else:
             prompt = await context.texts.chat_prompt(conversation.messages, conversation.options)
-        left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
-        params, structure = await context.texts.run(checked_params, body, context.chat_sampling(body), left)
         template = Request(
             [],
-            context.for_model(body.model, params),
+            context.chat_sampling(body),
             client=client,
             priority=body.priority or 0,
             arrival=arrival,
             references=conversation.references,
             budget_from_row=of_batch,
         )
+        return await cls.of_prompt(context, body, prompt, template)
+
+    @classmethod
+    async def of_prompt(
+        cls, context: Context, body: ChatRequest | TurnRequest, prompt: ChatPrompt, template: Request
+    ) -> Turn:
+        """Validate a request for answers to a prompt. Raises ApiError.
+
+        template: what the engine's request has beside the prompt, with the parameters that the body replaces in part.
+        """
+        left = max(1, context.llm.engine.max_model_len - len(prompt.token_ids))
+        params, structure = await context.texts.run(checked_params, body, template.params, left)
+        template = replace(template, params=context.for_model(body.model, params))
         (request,) = await context.dispatcher.requests([prompt.token_ids], template)
         request = context.llm.requests.of_chat(request, prompt)
         request = replace(request, read_message=None)  # replies read the message themselves
@@ -177,6 +191,15 @@ def _without_text(event: MessageEvent) -> MessageEvent:
     if isinstance(event, TextDelta):
         return TextDelta("")
     return replace(event, text="") if isinstance(event, _Growing) else event
+
+
+def arguments_of(text: str) -> dict[str, JsonValue]:
+    """Return the object of a call's arguments. Text that is no JSON object becomes {"INVALID_JSON": text}."""
+    try:
+        value = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
 
 
 class _TextTokens:

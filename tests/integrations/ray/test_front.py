@@ -16,10 +16,10 @@ from paceline.config import ServerConfig
 from paceline.integrations.ray.front import Front
 from paceline.integrations.ray.replica import run_request
 from paceline.integrations.ray.routing import BLOCK
-from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.metrics import Meter
 from paceline.server.streaming import EventStream
+from paceline.server.sums import labelled, together
 
 STREAM = "/v1/completions"
 UNKEYED = ServerConfig()
@@ -191,7 +191,7 @@ def test_metrics_have_the_replica_s_name() -> None:
     texts = {name: meter.exposition().decode() for name, meter in zip("ab", meters, strict=True)}
     front = Meter(1.0)
     front.refused(errors.unauthorized())
-    text = labelled(texts, front.exposition().decode()).decode()
+    text = labelled(texts, "replica", front.exposition().decode()).decode()
     assert 'paceline:generation_tokens_total{replica="a"} 3.0' in text
     assert 'paceline:generation_tokens_total{replica="b"} 4.0' in text
     assert text.count("# TYPE paceline:generation_tokens_total counter") == 1

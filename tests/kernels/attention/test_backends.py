@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.tools import ragged_cache
+from kernels.tools import ragged_cache, terms_for
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
@@ -27,12 +27,14 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
     lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
     window, scale = pick(st.sampled_from([None, None, 1, 3, 100])), pick(st.sampled_from([None, 0.3, 1.0]))
     spare = pick(st.integers(0, 3))
-    keys, values = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    seed, value_dim = pick(st.integers(0, 1000)), pick(st.sampled_from([None, 2, 12]))
+    keys, values = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     q = torch.randn(rows, groups * shared, new, dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     longest = max(lengths) + spare
+    terms = pick(st.sampled_from([None, *terms_for(groups * shared)]))
     found, expected = [
-        backend.attend(q, keys, values, backend.plan(where, longest), scale=scale, window=window)
+        backend.attend(q, keys, values, backend.plan(where, longest), scale=scale, window=window, terms=terms)
         for backend in (BACKENDS[name](), ReferenceAttention())
     ]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

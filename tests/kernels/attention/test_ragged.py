@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import tools
-from kernels.tools import GARBAGE
+from kernels.tools import GARBAGE, terms_for
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
@@ -62,8 +62,13 @@ def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.Dat
     dim, positions = pick(st.sampled_from([4, 16, 24])), 90
     new = pick(st.sampled_from([1, 2, 5, 8]))
     lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
-    how = {"window": pick(st.sampled_from([None, None, 1, 3, 40, 100])), "scale": pick(st.sampled_from([None, 0.3]))}
-    cache = ragged_cache(lengths, groups, positions + 4, dim, pick(st.integers(0, 1000)))
+    how: dict[str, Any] = {
+        "window": pick(st.sampled_from([None, None, 1, 3, 40, 100])),
+        "scale": pick(st.sampled_from([None, 0.3])),
+    }
+    how |= {"terms": pick(st.sampled_from([None, *terms_for(groups * shared, DEVICE)]))}
+    seed, value_dim = pick(st.integers(0, 1000)), pick(st.sampled_from([None, 8, 20]))
+    cache = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     q = torch.randn(rows, groups * shared, new, dim)
     compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)

@@ -165,8 +165,8 @@ def attention() -> dict[str, Used]:
         cases = [cases[1], cases[4]]
     for element, (dim, tile, shared, split, window, tree) in cases:
         constants = {
-            "GROUPS": 8, "SHARED": shared, "DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
-            "BLOCK_D": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
+            "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1, "IDLE_ROWS": tree == "none",
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2
@@ -211,16 +211,23 @@ def accepting() -> dict[str, Used]:
 
 
 def shaping() -> dict[str, Used]:
-    from paceline.kernels.gpu import shape
+    from paceline.kernels.gpu import cut, shape
     from paceline.kernels.gpu.draw import BLOCK
 
-    adjust = {"STOPS": 8, "BLOCK": BLOCK}
-    found = {"adjust": build(shape.adjust_kernel, adjust, warps=8, fusion=False, out="*fp32", counts="*fp32")}
+    lines = {"per_row": "i32", "keys": "*i32", "bounds": "*i32", "edges": "*i32", "tallies": "*i64", "tops": "*fp32"}
+    bins, columns, chunk = {"BINS": cut.BINS}, {"COLUMNS": cut.COLUMNS}, {"CHUNK": cut.CHUNK}
+    options: dict[str, Any] = {"warps": 8, "fusion": False, "brackets": "*i64"} | lines
+    found = {
+        "adjust": build(shape.adjust_kernel, {"STOPS": 8, "BLOCK": BLOCK}, out="*fp32", counts="*fp32", **options),
+        "cut, bounds": build(cut.bounds_kernel, BLOCKS | bins, **options | {"warps": 1}),
+        "cut, bracket": build(cut.bracket_kernel, BLOCKS | bins | columns, **options | {"warps": 1}),
+        "cut, edge": build(cut.edge_kernel, {"WAYS": cut.WAYS} | columns | chunk, **options),
+    }
     for element in list(POINTERS.values())[: 1 if FEW else None]:
-        types = {"logits": element, "out": "*fp32"}
-        cut = {"BLOCK": BLOCK, **BLOCKS}
-        options = {"warps": 8, "fusion": False, "most": shape.MOST_REGISTERS}
-        found[f"cut {element}"] = build(shape.cut_kernel, cut, **options, **types)
+        types, block = options | {"logits": element, "out": "*fp32"}, {"BLOCK": BLOCK}
+        found[f"cut, tally {element}"] = build(cut.tally_kernel, {"BLOCKS": 32} | block | chunk | bins, **types)
+        found[f"cut, collect {element}"] = build(cut.collect_kernel, block | columns, **types)
+        found[f"cut {element}"] = build(cut.cut_kernel, block, **types)
     return found
 
 

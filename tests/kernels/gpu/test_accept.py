@@ -210,3 +210,19 @@ def test_ended_rows_and_rows_that_are_not_live_stay_idle() -> None:
     batch.text[batch.slots[1], 22] = 8
     state = state_of(batch, stops=[[8, -1], [8, -1], [8, -1]], live=2)
     assert [line[1:] for line in commit_both(logits, draft, state)] == [(0, 0, 0), (1, 1, 2), (0, 0, 0)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_whose_logit_is_not_finite_is_not_drawn(value: float) -> None:
+    """Row 0 draws none; row 1 none after its first draft token, which it gains; row 2 none where a draft was wrong."""
+    batch, (logits, draft) = make_batch([0.0, 1.0, 0.0], 70), certain([[4, 5, 6]] * 3, 70)
+    draft.tokens[2, 0] = 9
+    for row, place in ((0, 0), (1, 1), (2, 1)):
+        logits[row, place] = value
+    lines = commit_both(logits, draft, state_of(batch))
+    assert lines == [([-1], 0, 2, 0), ([4, -1], 1, 2, 1), ([4], 0, 2, 1)]
+    state, q = state_of(batch), DraftTensors(draft.tokens, draft.counts, logits=logits[:, :2].nan_to_num(0, 0, 0))
+    lines = [kept(each._rejection(q, logits, copied(state))) for each in (TritonOps(), reference)]
+    assert lines[0] == lines[1]
+    assert lines[0][0] == ([-1], 0, 2, 0)

@@ -15,6 +15,7 @@ from covering import in_pairs
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from paceline.errors import ParameterError
 from paceline.kernels.gpu import linear as module
 from paceline.kernels.gpu.linear import (
     CANDIDATES,
@@ -150,7 +151,9 @@ def test_tiles_of_rows_run_side_by_side_so_that_weights_are_fetched_once(
 ) -> None:
     grids = launches(monkeypatch)
     layer = Linears("int8", deterministic=deterministic)(torch.randn(80, 32, device=DEVICE))
-    layer(torch.randn(150, 32, device=DEVICE))
+    for _ in range(2):  # at first the tile is checked
+        grids.clear()
+        layer(torch.randn(150, 32, device=DEVICE))
     assert grids == [(tiles, 2, 1)]
 
 
@@ -158,7 +161,11 @@ def test_many_rows_of_fixed_order_are_one_launch_unless_its_inputs_are_cut(monke
     grids = launches(monkeypatch)
     linears = Linears("same", deterministic=True)
     for inputs in (32, 1100):
-        linears(torch.randn(16, inputs, device=DEVICE))(torch.randn(300, inputs, device=DEVICE))
+        layer = linears(torch.randn(16, inputs, device=DEVICE))
+        checks = len(grids)
+        linears.tile(layer, torch.empty(1, inputs, device=DEVICE))
+        del grids[checks:]
+        layer(torch.randn(300, inputs, device=DEVICE))
     assert grids == [(5, 1, 1), (4, 1, 2), (1, 1, 2)]  # the second matrix in parts
 
 
@@ -221,7 +228,7 @@ def test_a_tile_whose_product_is_wrong_here_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One number in a thousand is off by the others' size, which a compiler's mistake did to some."""
-    wrong = list(CANDIDATES[:2])
+    wrong: list[LinearTile | None] = []
     right = module.linear
 
     def spoilt(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None, tile: LinearTile, *rest: Any) -> Any:
@@ -231,13 +238,20 @@ def test_a_tile_whose_product_is_wrong_here_is_not_used(
         return found
 
     monkeypatch.setattr(module, "linear", spoilt)
-    linears = Linears("int8", timer=lambda _call: 1.0)
-    layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
-    assert linears.tile(layer, x) == CANDIDATES[2]
-    assert caplog.text.count("wrong products on this GPU and is not used (3 x 32 by 40, LinearTile(") == 2
-    linears.tiles.clear()
-    wrong.append(CANDIDATES[2])
-    assert linears.tile(layer, x) is None  # torch's own
+    timed, untimed = Linears("int8", timer=lambda _call: 1.0), Linears("int8")
+    fixed = Linears("int8", deterministic=True)
+    weight, x = torch.randn(40, 32, device=DEVICE), torch.randn(3, 32, device=DEVICE)
+    for linears, rows in ((timed, 3), (untimed, 16), (fixed, 64)):
+        layer = linears(weight)
+        *wrong[:], last = linears.candidates(layer, x)
+        assert linears.tile(layer, x) == last
+        text = f"wrong products on this GPU and is not used ({rows} x 32 by 40, LinearTile("
+        assert caplog.text.count(text) == 2
+        linears.tiles.clear()
+    wrong += [*timed.candidates(timed(weight), x), *fixed.candidates(fixed(weight), x)]
+    assert timed.tile(timed(weight), x) is untimed.tile(untimed(weight), x) is None  # torch's own
+    with pytest.raises(ParameterError, match=r"deterministic=True.*False: every kernel"):
+        fixed.tile(fixed(weight), x)
 
 
 def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:

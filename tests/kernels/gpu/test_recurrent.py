@@ -56,7 +56,8 @@ def normal(*shape: int) -> Tensor:
 def mamba2() -> Mamba2:
     heads = Mamba2Heads(4, 8, 2, 16, 3)
     vectors = -normal(4).exp() / 4, normal(4), normal(4), normal(heads.width)
-    return Mamba2(heads, normal(heads.channels, 3), normal(heads.channels), *vectors, 1e-6)
+    gates = LinearWeights(torch.empty(0))
+    return Mamba2(heads, gates, normal(heads.channels, 3), normal(heads.channels), *vectors, 1e-6)
 
 
 MIXERS: dict[str, Callable[[], RecurrentMixer]] = {
@@ -73,7 +74,7 @@ def width_of(mixer: RecurrentMixer) -> int:
     if isinstance(mixer, DeltaNet):
         return mixer.heads.channels + mixer.heads.value_heads * mixer.heads.value_dim
     if isinstance(mixer, Mamba2):
-        return mixer.heads.width + mixer.heads.channels + mixer.heads.heads
+        return mixer.heads.channels + mixer.heads.width
     return 3 * mixer.shape(1).channels
 
 
@@ -117,9 +118,8 @@ class Passes:
     def run(self, slots: list[int], parents: list[list[int]], *, text: bool, tree: bool) -> list[list[Any]]:
         """Run nodes with these parents -> what lies behind each. A slot with no nodes is idle, and stays as it is."""
         counts, longest = [len(each) for each in parents], max(map(len, parents))
-        gated = isinstance(self.mixer, DeltaNet)
         projected = normal(len(slots) * longest, width_of(self.mixer))
-        gates = normal(len(projected), 2 * self.mixer.heads.value_heads) if gated else None  # type: ignore[attr-defined]
+        gates = None if self.mixer.gates is None else normal(len(projected), self.mixer.shape(1).gates)
         start = torch.tensor([self.walk.length[slot] for slot in slots], device=DEVICE)
         part = RowsPass(
             self.states, torch.tensor(slots, device=DEVICE), start, torch.tensor(counts, device=DEVICE), longest, text

@@ -94,3 +94,46 @@ def test_masses_are_those_of_torch_to_the_bit() -> None:
         rows = batch.state(1)
         expected = sampling.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none)
         assert torch.equal(shape.shaped(logits.to(DEVICE), rows, StepFeatures(cuts=True), none), expected)
+
+
+CUTS = [
+    {"top_k": 1},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},  # what Qwen3 recommends
+    {"top_k": 150, "top_p": 0.5},  # as many as there are tokens
+    {"top_k": 7, "min_p": 0.3, "top_p": 0.999999},
+    {"top_p": 0.0},
+    {"top_p": 0.9, "min_p": 0.05, "temperature": 0.01},
+    {"top_p": 0.9, "temperature": 3.0},
+    {"min_p": 1.0},
+    {"top_k": 149, "temperature": 0.0},
+    {},
+]
+
+
+def lines_of(vocab: int, seed: int) -> Tensor:
+    """Lines that a search by bins could get wrong, [kinds, V]."""
+    make = torch.Generator().manual_seed(seed)
+    normal = torch.randn(9, vocab, generator=make) * torch.tensor([3.0, 0.01, 40.0, 3.0, 3.0, 3.0, 3.0, 0, 0])[:, None]
+    normal[3] = normal[3].round()  # ties
+    normal[4, :60] = -torch.inf  # a grammar's, with blocks that are all forbidden
+    normal[5, 3] = 25.0  # one token has nearly all mass
+    normal[6, 40:] = -1e30
+    normal[8] = -torch.inf
+    normal[8, 77] = 1.5  # one token is left, and in the line before all are equal
+    return normal
+
+
+@pytest.mark.parametrize(("count", "block", "dtype"), [(len(CUTS), 64, torch.float32), (4, 256, torch.bfloat16)])
+def test_cuts_keep_the_hosts_tokens_of_lines_of_every_kind(count: int, block: int, dtype: torch.dtype) -> None:
+    """Each row has two of the lines, and each line is cut in two ways."""
+    batch = new_batch(count, 20, 150, DEVICE)
+    for row, each in enumerate(CUTS[:count]):
+        batch.set_row(row, RowStart([1], SamplingParams(**({"temperature": 1.0} | each), max_tokens=9), row))
+    batch.set_live(range(count))
+    lines = lines_of(150, block).to(dtype)
+    logits = torch.stack([lines[[row % 9, (row * 2 + 3) % 9]] for row in range(count)]).to(DEVICE)
+    none = torch.empty(count, 0, dtype=torch.int64, device=DEVICE)
+    rows, asks = batch.state(count), StepFeatures(cuts=True)
+    found = shape.shaped(logits, rows, asks, none, block=block)
+    assert torch.equal(found, sampling.shaped(logits, rows, asks, none))
+    assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(logits.float(), batch)))

@@ -11,16 +11,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config.files import write_text, written_whole
+from paceline.drafters.heads.block_gguf import block_tensors, is_block_file, read_block_file
+from paceline.drafters.heads.block_layouts import block_layout_of, read_block
 from paceline.drafters.heads.config import HeadConfig, layout_of
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
 from paceline.errors import ModelFormatError
 from paceline.models.description.weights import check_finite
 from paceline.models.files.boundary import ResolvedSource, brief, reading, reads_model
+from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.json_files import read_configuration, read_object
 from paceline.models.files.safetensors import PICKLES, stored_tensors
 
+_Names = Mapping[str, str]  # beginnings of tensors' names in a file, and what stands for them in the state dict
+
 _FLAT_LAYER = "midlayer."
+_BLOCK_NAMES: _Names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "logit_head.": ""}
+_MASK_FILE = "mask_embedding.pt"  # a mask's embedding in place of the target's, which some drafters have
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
 _VOCABULARY = ("d2t", "t2d")
@@ -29,14 +36,35 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_head(path: Path) -> bool:
-    """Whether the directory holds a head of any kind rather than a model."""
-    return path.is_dir() and layout_of(read_object(path / "config.json")) is not None
+    """Whether a directory or GGUF file holds a head of any kind rather than a model.
+
+    A head of a target's own kind (``load_own_head``) is not meant. Raises ModelFormatError for unknown kinds.
+    """
+    if path.is_file():
+        return is_block_file(path)
+    fields = read_object(path / "config.json") if path.is_dir() else {}
+    return block_layout_of(fields) is not None or layout_of(fields) is not None
 
 
 @reads_model
-def read_head_config(source: ResolvedSource) -> HeadConfig:
-    """The configuration of the head at ``source``, a directory or a hub name. Raises as ``load_head``."""
-    return HeadConfig.read(read_configuration(_directory(source) / "config.json"))[0]
+def read_head_config(source: ResolvedSource, vocab_size: int | None = None) -> HeadConfig:
+    """The configuration of the head at ``source``, a directory or a hub name. Raises as ``load_head``.
+
+    vocab_size: the target's, which block drafters of transformers do not state.
+    """
+    return _read_config(_path(source), vocab_size)[0]
+
+
+def _read_config(path: Path, vocab_size: int | None) -> tuple[HeadConfig, _Names]:
+    """The configuration of a directory or file, and how its tensors are named."""
+    if path.is_file():
+        return read_block_file(GGUFFile(path), vocab_size), {}
+    fields = read_configuration(path / "config.json")
+    layout = block_layout_of(fields)
+    if layout is not None:
+        return read_block(fields, layout, vocab_size), _BLOCK_NAMES
+    config, other = HeadConfig.read(fields)
+    return config, {_FLAT_LAYER: "layers.0."} if other == "flat" else {}
 
 
 @reads_model
@@ -47,19 +75,21 @@ def load_head(
     device: torch.device | str = "cpu",
     embedding: Tensor | Callable[[], Tensor] | None = None,
     output: Callable[[], Tensor] | None = None,
+    vocab_size: int | None = None,
 ) -> Head:
     """Load the head at ``source``, a directory or a hub name.
 
     dtype: float32, bfloat16 or float16.
     embedding: the target's token embedding [V, H], or a function that loads it; used if the checkpoint has none.
     output: loads the target's output embedding [V, H]; used if the checkpoint has none, because it is the target's.
+    vocab_size: see ``read_head_config``.
 
     Raises ModelNotFoundError, or ModelFormatError if the files are damaged or of an unsupported kind, or if a tensor is
     missing, unknown or of another shape.
     """
-    path = _directory(source)
-    config, layout = HeadConfig.read(read_configuration(path / "config.json"))
-    tensors = _tensors(path, layer=_FLAT_LAYER if layout == "flat" else "layers.0.")
+    path = _path(source)
+    config, names = _read_config(path, vocab_size)
+    tensors = _tensors(path, names)
     if _EMBEDDING not in tensors and embedding is not None:
         tensors[_EMBEDDING] = embedding if isinstance(embedding, Tensor) else embedding()
     with torch.device("meta"):
@@ -96,29 +126,39 @@ def save_head(head: Head, directory: Path, *, output: bool = True) -> None:
     write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
-def _directory(source: ResolvedSource) -> Path:
-    if not isinstance(source, Path) or not source.is_dir():
+def _path(source: ResolvedSource) -> Path:
+    if not isinstance(source, Path) or not (source.is_dir() or is_head(source)):
         raise ModelFormatError(f"{source} is not a head: a directory with config.json and safetensors files")
     return source
 
 
-def _tensors(path: Path, layer: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by their names in the speculators layout."""
+def _tensors(path: Path, names: _Names) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by their names in the state dict."""
+    if path.is_file():
+        return block_tensors(GGUFFile(path))
     pickles = [file.name for pattern in PICKLES for file in path.glob(pattern)]
     if pickles and not any(path.glob("*.safetensors")):
         raise ModelFormatError(
             f"{path} has only pickled weights ({pickles[0]}), which can run any code and are not loaded. "
             "If you trust them, convert them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
         )
+    if (path / _MASK_FILE).exists():
+        raise ModelFormatError(f"{path}: {_MASK_FILE}, a pickle with an embedding of the mask, is not supported")
     with reading(path):
         stored = stored_tensors(path)
-        named = {name: name.replace(layer, "layers.0.", 1) if name.startswith(layer) else name for name in stored}
+        named = {name: _named(name, names) for name in stored}
         ignored = [name for name in stored if name in _COPIES or name.endswith("rotary_emb.inv_freq")]
         loaded = {named[name]: tensor.load() for name, tensor in stored.items() if name not in ignored}
     if strange := [name for name, tensor in loaded.items() if not _is_plain(name, tensor)]:
         kind = loaded[strange[0]].dtype
         raise ModelFormatError(f"{path}: the tensor {brief(strange[0])} has the unsupported type {kind}")
     return loaded
+
+
+def _named(name: str, names: _Names) -> str:
+    """A tensor's name in the state dict."""
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name.removeprefix(start)
 
 
 def _is_plain(name: str, tensor: Tensor) -> bool:
@@ -139,7 +179,12 @@ def _complete(tensors: dict[str, Tensor], config: HeadConfig, where: str) -> Non
 
 
 def _output_rows(rows: Tensor, d2t: Tensor, where: str) -> Tensor:
-    """Rows of the target's output embedding [V, H] for the head's vocabulary: [Vd, H]. d2t: [Vd]."""
+    """Rows of the target's output embedding [V, H] for the head's vocabulary: [Vd, H]. d2t: [Vd].
+
+    A head of the whole vocabulary shares the target's memory.
+    """
+    if d2t.shape == rows.shape[:1] and not bool(d2t.any()):
+        return rows
     targets = torch.arange(d2t.numel()) + d2t.flatten()
     _check_targets(targets, rows.shape[0], where)
     return rows[targets.to(rows.device)]

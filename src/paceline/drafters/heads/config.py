@@ -8,22 +8,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.drafters.heads.block_spec import BlockSpec
+from paceline.drafters.heads.fields import flag_of, list_of, number_of, object_of
 from paceline.errors import ModelFormatError
-from paceline.models.description.spec import DecoderSpec
-from paceline.models.families import describe
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec
+from paceline.models.families import FAMILIES, describe
 from paceline.models.files.boundary import brief
 
 Layout = Literal["speculators", "flat"]
-T = TypeVar("T")
 
 _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target's may differ
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
-_OWN = ("qwen3_5_text",)  # model_type of targets whose checkpoints have a head of their own
+# model_type of targets whose checkpoints have a head of their own
+_OWN = tuple(kind for kind, family in FAMILIES.items() if family.head is not None)
 _FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last two are paceline's own
     "eagle3": "Eagle3Speculator",
@@ -31,19 +33,20 @@ _KINDS = {  # from speculators_model_type to the class name in speculators; the 
     "hidden_transfer": "HiddenTransferSpeculator",
     "chimera": "ChimeraSpeculator",
 }
-_OTHER_KINDS = ("eagle", "dflash", "dflash2", "dspark", "mtp", "mlp", "independent")
+_OTHER_KINDS = ("eagle", "mtp", "mlp", "independent")
 _USUAL_TAP_COUNT = 3
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Configuration of a head. There are four kinds:
+    """Configuration of a head. There are five kinds:
 
     * EAGLE-3 and 3.1 (arXiv 2503.01840): decoder layers over a token's embedding and the target's hidden states.
     * Parallel (P-EAGLE, arXiv 2602.01469; ParallelSpec, arXiv 2410.05589): the same, with a mask in place of hidden
       states that the target has not computed, so that one pass makes all draft tokens.
     * Hidden transfer (arXiv 2404.12022): copies of the target's last layers, over the hidden state that enters them.
     * Chimera (arXiv 2402.15758): decoder layers over trigrams of tokens, and a residual head for each draft token.
+    * Block (DFlash, DSpark, DFlash2): decoder layers over the last token and masks, see ``BlockSpec``.
 
     transformer: its layers as a Hugging Face configuration: model_type (llama or qwen3), hidden_size,
         intermediate_size, num_attention_heads, num_key_value_heads, num_hidden_layers, vocab_size (the target's), rope.
@@ -57,6 +60,7 @@ class HeadConfig:
     mask_token: the target's token whose embedding is part of the mask; None: a head without a mask.
     transfers: largest number of draft tokens of a hidden transfer head; 0: another kind.
     residual_heads: the same of a Chimera head, whose taps are 0 and the target's number of layers.
+    block: what a block drafter computes; None: another kind.
     own: whether it is the target's own head (MTP), from the target's checkpoint.
     verifier, architectures: name and classes of the target, from the checkpoint.
     paying_rows: by device ("cpu", "cuda"), the largest batch for which it was measured to pay; empty: not measured.
@@ -76,6 +80,7 @@ class HeadConfig:
     mask_token: int | None = None
     transfers: int = 0
     residual_heads: int = 0
+    block: BlockSpec | None = None
     own: bool = False
     verifier: str = ""
     architectures: tuple[str, ...] = ()
@@ -86,7 +91,8 @@ class HeadConfig:
         decoder = self.decoder
         if not decoder.layers:
             raise ModelFormatError("the head's configuration has no layers")
-        attention, inner = decoder.layers[0].attention, decoder.layers[0].dense.width
+        attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+        inner = (mlp.expert if isinstance(mlp, ExpertsSpec) else mlp).width
         sizes = (decoder.width, inner, attention.heads, attention.kv_heads, attention.head_dim)
         wrong = {
             "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,
@@ -103,9 +109,25 @@ class HeadConfig:
             and not self._only_transfers(),
             "residual_heads together with settings of other kinds of heads": self.residual_heads > 0
             and not self._only_residual_heads(),
+            **self._wrong_block(),
         }
         if problems := [what for what, there in wrong.items() if there]:
             raise ModelFormatError(f"the head's configuration has {' and '.join(problems)}")
+
+    def _wrong_block(self) -> dict[str, bool]:
+        """What may be wrong with a block drafter, and whether it is."""
+        if (block := self.block) is None:
+            return {}
+        return {
+            f"mask_token_id {block.mask_token} outside of vocab_size": not 0
+            <= block.mask_token
+            < self.decoder.vocab_size,
+            "a selector over a reduced vocabulary": block.selector_rank > 0
+            and self.draft_vocab_size < self.decoder.vocab_size,
+            f"a selector of {block.selector_top_k} tokens": block.selector_top_k > self.draft_vocab_size,
+            f"conv_group_size {block.conv_group}, which does not divide hidden_size": block.conv_group > 0
+            and self.width % block.conv_group != 0,
+        }
 
     @cached_property
     def decoder(self) -> DecoderSpec:
@@ -119,7 +141,7 @@ class HeadConfig:
         decoder = describe(self.transformer)
         if decoder is None:
             raise ModelFormatError("the head's layers have an activation, a rope or windows that cannot be run")
-        return decoder
+        return replace(decoder, mtp=True) if self.own else decoder
 
     @property
     def width(self) -> int:
@@ -145,12 +167,16 @@ class HeadConfig:
         """Kind of the head, as ``paceline train-draft`` names it."""
         if self.own:
             return "mtp"
+        if self.block is not None:
+            return self.block.kind
         by_setting = {"hidden_transfer": self.transfers, "chimera": self.residual_heads, "parallel": self.parallel}
         return next((kind for kind, has_it in by_setting.items() if has_it), "feature")
 
     @property
     def max_draft_tokens(self) -> int | None:
         """Longest draft; None: no limit."""
+        if self.block is not None:
+            return self.block.most_drafted
         return self.transfers or self.residual_heads or None
 
     @property
@@ -225,7 +251,7 @@ def layout_of(fields: Mapping[str, Any]) -> Layout | None:
     """Layout of a head's config.json; None if it is a model's."""
     if "speculators_model_type" in fields:
         return "speculators"
-    eagle = any("Eagle" in str(name) for name in _list(fields, "architectures"))
+    eagle = any("Eagle" in str(name) for name in list_of(fields, "architectures"))
     return "flat" if eagle or "draft_vocab_size" in fields else None
 
 
@@ -240,46 +266,47 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         raise ModelFormatError(f"speculators_model_type: {known}; supported are {', '.join(_KINDS)}")
     if kind in _NEEDS and fields.get(_NEEDS[kind]) is None:
         raise ModelFormatError(f"the head's configuration lacks {_NEEDS[kind]}, which a {kind} head needs")
-    drafted: dict[str, Any] = {name: _number(fields, name, 0) for name in _MOST_DRAFTED if _NEEDS.get(kind) == name}
+    drafted: dict[str, Any] = {name: number_of(fields, name, 0) for name in _MOST_DRAFTED if _NEEDS.get(kind) == name}
     for name, count in drafted.items():
         if not 0 < count <= MAX_SPECULATION_LENGTH:
             raise ModelFormatError(f"{name} of the head's configuration is 1 to {MAX_SPECULATION_LENGTH}, not {count}")
-    transformer = _object(fields, "transformer_layer_config")
+    transformer = object_of(fields, "transformer_layer_config")
     transformer = {"model_type": "qwen3"} | transformer  # the default of the format
-    config = _object(fields, "speculators_config")
-    verifier, methods = _object(config, "verifier"), _list(config, "proposal_methods")
+    config = object_of(fields, "speculators_config")
+    verifier, methods = object_of(config, "verifier"), list_of(config, "proposal_methods")
     method = methods[0] if methods and isinstance(methods[0], dict) else {}
+    switches: dict[str, Any] = {name: flag_of(fields, name) for name in _SWITCHES}
     return HeadConfig(
         transformer,
-        **_sizes(fields, transformer),
+        **sizes_of(fields, transformer),
         taps=_taps(fields, 0),
-        **{name: _flag(fields, name) for name in _SWITCHES},
-        mask_token=_number(fields, "mask_token_id", 0) if kind == "peagle" else None,
+        **switches,
+        mask_token=number_of(fields, "mask_token_id", 0) if kind == "peagle" else None,
         **drafted,
         verifier=str(verifier.get("name_or_path") or ""),
-        architectures=tuple(map(str, _list(verifier, "architectures"))),
-        speculative_tokens=_number(method, "speculative_tokens", 3),
-        paying_rows=_paying_rows(_object(fields, "paceline")),
+        architectures=tuple(map(str, list_of(verifier, "architectures"))),
+        speculative_tokens=number_of(method, "speculative_tokens", 3),
+        paying_rows=_paying_rows(object_of(fields, "paceline")),
     )
 
 
 def _from_flat(fields: Mapping[str, Any]) -> HeadConfig:
-    found = _list(fields, "architectures")
+    found = list_of(fields, "architectures")
     if found and found[0] not in _FLAT_ARCHITECTURES:
         raise ModelFormatError(
             f"the head's architecture {brief(repr(found[0]))} is not supported; only "
             f"{' and '.join(_FLAT_ARCHITECTURES)} are"
         )
-    eagle = _object(fields, "eagle_config")
-    if not _flag(eagle, "use_aux_hidden_state", True):
+    eagle = object_of(fields, "eagle_config")
+    if not flag_of(eagle, "use_aux_hidden_state", True):
         raise ModelFormatError("eagle_config.use_aux_hidden_state is false: EAGLE-1 heads are not supported")
     if found := [name for name in _FLAT_PARALLEL if fields.get(name) not in (None, False)]:
         raise ModelFormatError(f"{found[0]}: parallel heads are supported only in the layout of speculators (peagle)")
-    if _number(fields, "num_hidden_layers", 1) != 1:
+    if number_of(fields, "num_hidden_layers", 1) != 1:
         raise ModelFormatError(f"num_hidden_layers={brief(fields['num_hidden_layers'])}: this layout has 1 layer")
     transformer = {name: value for name, value in fields.items() if name not in _NO_LAYERS} | {"model_type": "llama"}
-    switches = {name: _flag(fields, name) or _flag(eagle, name) for name in _SWITCHES}
-    sizes: dict[str, Any] = {**_sizes(fields, transformer), **switches}
+    switches = {name: flag_of(fields, name) or flag_of(eagle, name) for name in _SWITCHES}
+    sizes: dict[str, Any] = {**sizes_of(fields, transformer), **switches}
     return HeadConfig(transformer, **sizes, taps=_taps(fields, 0) or _taps(eagle, 1))
 
 
@@ -290,16 +317,17 @@ _FLAT_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 _NO_LAYERS = (*_SWITCHES, "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "auto_map")
 
 
-def _sizes(fields: Mapping[str, Any], transformer: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(fields: Mapping[str, Any], transformer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``target_width`` and ``draft_vocab_size`` of a head. Raises ModelFormatError if a size is missing."""
     missing = [name for name in _NEEDED if name not in transformer]
     if missing:
         raise ModelFormatError(f"the head's configuration lacks {', '.join(missing)}")
     for name in _NEEDED:
-        _number(transformer, name, 0)
+        number_of(transformer, name, 0)
     width = fields.get("target_hidden_size") or transformer["hidden_size"]
     vocabulary = fields.get("draft_vocab_size") or transformer["vocab_size"]
     sizes = {"target_width": width, "draft_vocab_size": vocabulary}
-    return {name: _number(sizes, name, 0) for name in sizes}
+    return {name: number_of(sizes, name, 0) for name in sizes}
 
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -307,7 +335,7 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 
 def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
     """Layers whose input is read. shift: 1 if the file names layers by their outputs, else 0."""
-    layers = _list(fields, "eagle_aux_hidden_state_layer_ids")
+    layers = list_of(fields, "eagle_aux_hidden_state_layer_ids")
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
         raise ModelFormatError(f"eagle_aux_hidden_state_layer_ids are whole numbers, not {brief(layers)}")
     return tuple(layer + shift for layer in layers) or None
@@ -315,34 +343,9 @@ def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
 
 def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:
     """``paying_rows`` from paceline's own section of config.json."""
-    rows = {device: _number(_object(ours, "paying_rows"), device, 0) for device in _object(ours, "paying_rows")}
+    rows = {device: number_of(object_of(ours, "paying_rows"), device, 0) for device in object_of(ours, "paying_rows")}
     if not rows.keys() <= {"cpu", "cuda"} or min(rows.values(), default=1) < 1:
         raise ModelFormatError(
             f"paying_rows of the head's configuration must map 'cpu' and 'cuda' to numbers from 1 up, not {brief(rows)}"
         )
     return rows
-
-
-def _object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return _of_kind(fields, name, dict, {}, "an object")
-
-
-def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    return _of_kind(fields, name, list, [], "a list")
-
-
-def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    return _of_kind(fields, name, bool, default, "true or false")
-
-
-def _number(fields: Mapping[str, Any], name: str, default: int) -> int:
-    return _of_kind(fields, name, int, default, "a whole number")
-
-
-def _of_kind(fields: Mapping[str, Any], name: str, kind: type[T], default: T, words: str) -> T:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ModelFormatError(f"{name} of the head's configuration must be {words}, not {brief(repr(value))}")
-    return value

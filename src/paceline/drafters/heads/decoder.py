@@ -35,12 +35,14 @@ class HeadModel:
     kind: see ``HeadConfig``. one_pass: whether one pass makes all draft tokens. captured: whether captured rounds on a
         device can draft with it.
     max_draft_tokens: longest draft; None: no limit.
+    slots_behind: slots of a row's cache behind its text, for what one pass reads there.
     paying_rows: see ``HeadConfig``; for its device.
     max_positions: the target's. A head trained on shorter texts predicts worse beyond them, but still runs.
     dtype: of its keys, values and fused hidden states.
     """
 
     captured = True
+    slots_behind = 0
 
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
         shape = head.config.decoder
@@ -94,7 +96,10 @@ class TorchHead(HeadModel):
         return self.head.fused_width
 
     def logits(self, hidden: Tensor) -> Tensor:
-        draft_logits = self.head.logits(hidden).float()
+        return self.by_target(self.head.logits(hidden).float())
+
+    def by_target(self, draft_logits: Tensor) -> Tensor:
+        """Logits [..., V] from those over its vocabulary [..., Vd], in float32."""
         logits = draft_logits.new_full((*draft_logits.shape[:-1], self.vocab_size), NEVER)
         return logits.index_copy_(-1, self._targets, draft_logits)
 
@@ -110,6 +115,27 @@ class TorchHead(HeadModel):
 
     def short_head(self, size: int) -> ShortHead:
         return TorchShortHead(self.head.lm_head.weight, None, size)
+
+
+class DraftPass:
+    """Result of a pass of a head that makes all draft tokens at once. states: [B, k, width], normed, one each."""
+
+    def __init__(self, model: TorchHead, states: Tensor) -> None:
+        self._model, self._states = model, states
+
+    def logits(self, rows: Tensor, path: Tensor) -> Tensor:
+        """Logits [N, V] of the draft tokens that come next.
+
+        rows: [N], their rows in the batch. path: [N, n + 1], the text's last token and the n draft tokens before each.
+        """
+        return self._model.logits(self._states[rows, path.shape[1] - 1])
+
+    def confidence(self, path: Tensor) -> Tensor | None:
+        """Probability [B] that the target accepts each row's next draft token, by the head's own estimate.
+
+        path: [B, n + 1], as for ``logits``. None: the head has no estimate.
+        """
+        return None
 
 
 class FusedStates:
@@ -161,9 +187,10 @@ class TorchFusedStates(FusedStates):
 class HeadDecoder(DraftDecoder):
     """Reads token j of a row at position j - 1, with the hidden states of token j - 1. The first token is never read.
 
-    ``num_computed_tokens`` is at least 1: the first token counts as read.
+    unread: tokens at the beginning of a text that are never read, and count as read.
     """
 
+    unread = 1
     fused_states: FusedStates
     fed_tokens = 8  # accepted draft tokens were read without hidden states, and are read again
 
@@ -171,7 +198,7 @@ class HeadDecoder(DraftDecoder):
         self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size)
-        self.num_computed_tokens.fill_(1)
+        self.num_computed_tokens.fill_(self.unread)
 
     def read_from(self, target: Decoder) -> None:
         """Learn which decoder it drafts for. Heads with keys of their own do not read its cache."""
@@ -190,18 +217,19 @@ class HeadDecoder(DraftDecoder):
 
     def prefill(self, batch: Batch, rows: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> None:
         """See ``Decoder``. The target must have read these tokens before."""
-        super().prefill(batch, rows, [max(1, start) for start in starts], [max(1, stop) for stop in stops])
+        least = self.unread
+        super().prefill(batch, rows, [max(least, start) for start in starts], [max(least, stop) for stop in stops])
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
         super().copy_row(source, destination, length)
-        self.num_computed_tokens[destination].clamp_(min=1)
+        self.num_computed_tokens[destination].clamp_(min=self.unread)
 
     def resize_row(self, row: int, positions: int) -> None:
         super().resize_row(row, positions)
         self.fused_states.resize_row(row, positions)
 
     def cut_row(self, row: int, length: int) -> None:
-        super().cut_row(row, max(1, length))
+        super().cut_row(row, max(self.unread, length))
 
 
 class HeadPasses(PaddedPasses):
@@ -287,6 +315,10 @@ class TorchHeadDecoder(HeadDecoder):
         A row of one token has nothing to read yet; its result has no meaning.
         """
         return self.read_ahead(batch, missing, 1)[:, 0]
+
+    def draft_pass(self, batch: Batch, missing: int, k: int) -> DraftPass:
+        """Read at most ``missing`` tokens per row, and what stands for k draft tokens. For one-pass heads."""
+        return DraftPass(self.model, self.read_ahead(batch, missing, k))
 
     def read_ahead(self, batch: Batch, missing: int, k: int) -> Tensor:
         """Like ``next_hidden``, with positions after the text in the same pass. Returns normed states [B, k, width].

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.layers import HeadLayer, HeadStep, rms_norm
 from paceline.kernels.attention.base import Attend
-from paceline.models.torch.layers import RotaryAngles, Rotation
+from paceline.models.torch.rotary import RotaryAngles, Rotation
 
 
 class Head(nn.Module):
@@ -46,10 +46,7 @@ class Head(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(shape.vocab_size, config.width).requires_grad_(False)
         self._add_fusion(config)  # first: random weights and training checkpoints depend on the order
-        self.layers = nn.ModuleList(
-            HeadLayer(config, index, joined=index < joined) for index in range(len(shape.layers))
-        )
-        self.norm = rms_norm(config.width, config)
+        self._add_layers(config, joined)
         self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(shape.vocab_size) < config.draft_vocab_size)
@@ -57,6 +54,16 @@ class Head(nn.Module):
 
     def _add_fusion(self, config: HeadConfig) -> None:
         """Create the modules that ``fuse`` needs."""
+
+    def _add_layers(self, config: HeadConfig, joined: int) -> None:
+        """Create the layers and the norm behind them."""
+        layers = range(len(config.decoder.layers))
+        self.layers = nn.ModuleList(self._layer(config, index, index < joined) for index in layers)
+        self.norm = rms_norm(config.width, config)
+
+    def _layer(self, config: HeadConfig, index: int, joined: bool) -> HeadLayer:
+        """Create a layer."""
+        return HeadLayer(config, index, joined=joined)
 
     @property
     def dtype(self) -> torch.dtype:

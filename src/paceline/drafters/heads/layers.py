@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.drafters.heads.config import HeadConfig
-from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.base import Attend, SoftmaxTerms
 from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.models.description.spec import MLPSpec
-from paceline.models.torch.layers import Rotation, rotate
+from paceline.models.torch.rotary import Rotation, rotate
 
 
 class HeadStep(NamedTuple):
@@ -33,26 +33,30 @@ def rms_norm(width: int, config: HeadConfig) -> nn.RMSNorm:
     return nn.RMSNorm(width, eps=config.decoder.norm.eps)
 
 
-class _HeadAttention(nn.Module):
+class HeadAttention(nn.Module):
+    """Attention of a layer. read: width of what it reads."""
+
     def __init__(self, config: HeadConfig, index: int, read: int) -> None:
         super().__init__()
         shape = config.decoder.layers[index].attention
         self.index, self.window, self.dim = index, shape.window, shape.head_dim
-        self.gated = shape.gated  # each head's gate lies behind its query
-        self.q_proj = nn.Linear(read, shape.query_width * (1 + shape.gated), bias=shape.bias)
+        self.q_proj = nn.Linear(read, shape.query_width, bias=shape.bias)
         self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
         self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
         self.o_proj = nn.Linear(shape.query_width, config.width, bias=shape.output_bias)
         self.q_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
         self.k_norm = rms_norm(shape.head_dim, config) if shape.qk_norm else nn.Identity()
 
+    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, T, key heads, D] of inputs x [B, T, H]."""
+        k, v = (part(x).unflatten(-1, (-1, self.dim)) for part in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), rotation), v
+
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        q, gate = (q[..., ::2, :], q[..., 1::2, :].flatten(2)) if self.gated else (q, None)
-        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        q, (k, v) = self.q_proj(x).unflatten(-1, (-1, self.dim)), self.keys_and_values(x, rotation)
+        q = rotate(self.q_norm(q), rotation)
         out = attend(self.index, *(part.transpose(1, 2) for part in (q, k, v)), window=self.window)
-        out = out.transpose(1, 2).flatten(2)
-        return cast(Tensor, self.o_proj(out if gate is None else out * gate.sigmoid()))
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
 class _MLP(nn.Module):
@@ -73,7 +77,7 @@ class HeadLayer(nn.Module):
     def __init__(self, config: HeadConfig, index: int, *, joined: bool) -> None:
         super().__init__()
         self.normed_residual = config.norm_before_residual
-        self.self_attn = _HeadAttention(config, index, config.width * (1 + joined))
+        self.self_attn = HeadAttention(config, index, config.width * (1 + joined))
         self.mlp = _MLP(config.decoder.layers[index].dense, config.width)
         self.input_layernorm = rms_norm(config.width, config)
         self.post_attention_layernorm = rms_norm(config.width, config)
@@ -104,7 +108,15 @@ class UnrolledAttention:
         self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         """Attention output [B, heads, T, D]. q: [B, heads, T, D]. k, v: [B, key heads, T, D]."""
         steps = self._steps.setdefault(layer, [])

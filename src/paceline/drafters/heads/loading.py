@@ -13,20 +13,24 @@ from torch import Tensor
 
 from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant_loading import is_assistant, load_assistant
+from paceline.drafters.heads.block import BlockHead
+from paceline.drafters.heads.block_decoder import TorchBlock
 from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_config
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.mtp import PREFIX, own_head
+from paceline.drafters.heads.mtp import MtpHead, own_checkpoint, own_config
 from paceline.drafters.heads.native import NativeHead, obstacle_of_head
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.models.base import AnyModel
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.families import FAMILIES
 from paceline.models.families.gguf_config import is_head_alone
 from paceline.models.files.boundary import Source, is_loaded, name_of
 from paceline.models.files.gguf import GGUFFile
 from paceline.models.files.hub import resolve
 from paceline.models.load.loading import head_tensors, load_config, load_embedding, load_output
+from paceline.models.native.matrices import Outcome, unread_weights
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.linear import Dense
 from paceline.models.torch.transformer import Transformer
@@ -42,8 +46,8 @@ def find_head(source: Source) -> Path | None:
     if is_loaded(source):
         return None
     path = resolve(source)
-    alone = path.is_file() and _is_head_alone(path, path.stat().st_mtime_ns)
-    return path if alone or is_head(path) or is_assistant(path) else None
+    known = is_head(path) or is_assistant(path)
+    return path if known or (path.is_file() and _is_head_alone(path, path.stat().st_mtime_ns)) else None
 
 
 @lru_cache(maxsize=8)
@@ -62,7 +66,8 @@ def load_head_for(
 ) -> HeadModel:
     """Load the head at ``path`` for the target that was loaded from ``source``, on the target's device.
 
-    path: a directory, or the GGUF file of a head that belongs to the target's checkpoint (``load_own_head``).
+    path: a directory, the GGUF file of a block drafter, or that of a head that belongs to the target's checkpoint
+        (``load_own_head``).
 
     dtype: of weights that are not quantised.
     quantization: of the weights on the CPU kernels. "same": the target's, or ``dtype`` in torch if the CPU kernels do
@@ -71,34 +76,64 @@ def load_head_for(
     Raises VocabularyMismatchError or ModelFormatError if it was made for another target: other sizes, too few layers or
     another class. A different name is only logged, because a model may have several.
     """
-    if path.is_file():
+    if path.is_file() and not is_head(path):
         return load_own_head(target, source, path, quantization=quantization)
     if is_assistant(path):
         if quantization not in ("same", None) and not isinstance(target, NativeModel):
             raise ParameterError("draft_quantization", quantization, "None with an assistant that runs in torch")
         return load_assistant(target, source, path, dtype, quantization)
-    config = read_head_config(path)
+    config = read_head_config(path, target.vocab_size)
     taps = _check_target(config, target, source, path)
+    ends = _TargetEnds(target, source, dtype)
     head = load_head(
         path,
         dtype=dtype,
         device=target.device,
-        embedding=lambda: load_embedding(source, dtype=dtype, device=target.device),
-        output=lambda: load_output(source, dtype=dtype, device=target.device),
+        embedding=ends.embedding,
+        output=ends.output,
+        vocab_size=target.vocab_size,
     )
     return prepare_head(head, str(path), taps, target, quantization)
+
+
+class _TargetEnds:
+    """Embedding and output head [V, H] of a target in ``dtype``: its own tensors where they are of it, else read."""
+
+    def __init__(self, target: AnyModel, source: Source, dtype: torch.dtype) -> None:
+        self._tensors = self.of(target)
+        self._source, self._dtype, self._device = source, dtype, target.device
+
+    @staticmethod
+    def of(target: AnyModel) -> tuple[Tensor | None, Tensor | None]:
+        """Embedding and output head as the target holds them; None where it does not as a plain tensor."""
+        if not isinstance(target, Transformer):
+            return None, None
+        embedding, output, _ = target.ends()
+        return embedding, output.weight if isinstance(output, Dense) else None
+
+    def embedding(self) -> Tensor:
+        own = self._tensors[0]
+        if own is not None and own.dtype == self._dtype:
+            return own
+        return load_embedding(self._source, dtype=self._dtype, device=self._device)
+
+    def output(self) -> Tensor:
+        own = self._tensors[1]
+        if own is not None and own.dtype == self._dtype:
+            return own
+        return load_output(self._source, dtype=self._dtype, device=self._device)
 
 
 def runs_natively(path: Path, target: AnyModel) -> bool:
     """Whether the CPU kernels will run the head in the directory ``path`` if its dtype allows it."""
     if not isinstance(target, NativeModel) or not is_head(path):
         return False
-    return obstacle_of_head(read_head_config(path)) is None
+    return obstacle_of_head(read_head_config(path, target.vocab_size)) is None
 
 
 def has_own_head(source: Source) -> bool:
     """Whether the checkpoint of a model has a draft head of its own, which ``load_own_head`` reads."""
-    return not is_loaded(source) and any(name.startswith(PREFIX) for name in head_tensors(resolve(source)))
+    return not is_loaded(source) and bool(head_tensors(resolve(source))[1])
 
 
 def load_own_head(
@@ -116,22 +151,43 @@ def load_own_head(
     """
     config = load_config(source)
     family = FAMILIES.get(config.get_text_config().model_type)
-    if family is None or not family.has_head:
+    if family is None or family.head is None:
         raise ModelFormatError(f"{path} has a draft head, but {target.name} is of a family that has none")
-    stored = head_tensors(resolve(source) if path is None else path)
-    name, taps = f"{target.name} (mtp)" if path is None else str(path), (target.layers,)
-    where = str(path or target.name)
-    if not isinstance(target, NativeModel):
-        if quantization not in ("same", None):
-            raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
-        head = own_head(config, stored, _ends_of(target, source), where).to(target.device)
-        return TorchHead(head, name, taps, target.max_positions)
-    shape = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
-    head = own_head(config, stored, (shape, shape), where)
+    shape = own_config(config)
+    names, stored = head_tensors(resolve(source) if path is None else path)
+    checkpoint = own_checkpoint(shape, names, stored, str(path or target.name))
+    name = f"{target.name} (mtp)" if path is None else str(path)
+    if isinstance(target, NativeModel):
+        return _packed_head(shape, checkpoint, name, target, quantization)
+    if quantization not in ("same", None):
+        raise ParameterError("draft_quantization", quantization, "None with the target's own head in torch")
+    ends = _ends_of(target, source)
+    head = MtpHead(shape, checkpoint.tensors(ends[0].dtype, target.device), ends)
+    return TorchHead(head, name, (target.layers,), target.max_positions)
+
+
+def _packed_head(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    name: str,
+    target: NativeModel,
+    quantization: QuantizationName | Literal["same"] | None,
+) -> NativeHead:
+    """Pack a target's own head for the kernels, matrix by matrix as it is read."""
     wanted = target.quantization if quantization == "same" else quantization
     if wanted == "fp8":
         raise ParameterError("draft_quantization", quantization, "None, 'int8' or 'int4' on a CPU")
-    return NativeHead(head, name, taps, target.max_positions, quantization=wanted, target=target)
+    end = torch.empty(target.vocab_size, target.width, dtype=torch.bfloat16, device="meta")
+    weights, readers = unread_weights(checkpoint, torch.bfloat16, Outcome())
+    return NativeHead(
+        MtpHead(config, weights, (end, end)),
+        name,
+        (target.layers,),
+        target.max_positions,
+        quantization=wanted,
+        target=target,
+        readers=readers,
+    )
 
 
 def _ends_of(target: AnyModel, source: Source) -> tuple[Tensor, Tensor]:
@@ -160,7 +216,7 @@ def prepare_head(
     if isinstance(target, NativeModel):
         wanted = target.quantization if quantization == "same" else quantization
         if wanted is None and head.dtype != torch.bfloat16:
-            return TorchHead(head, *given)
+            return _in_torch(head, name, taps, target)
         try:
             if wanted == "fp8":
                 raise ModelFormatError("fp8 weights need a CUDA device")
@@ -170,7 +226,16 @@ def prepare_head(
     if quantization not in ("same", None):
         allowed = f"None with this trained head, whose weights stay in its draft_dtype: {obstacle}"
         raise ParameterError("draft_quantization", quantization, allowed)
-    return TorchHead(head, *given)
+    return _in_torch(head, name, taps, target)
+
+
+def _in_torch(head: Head, name: str, taps: Sequence[int], target: AnyModel) -> TorchHead:
+    if not isinstance(head, BlockHead):
+        return TorchHead(head, name, taps, target.max_positions)
+    own = {tensor.data_ptr() for tensor in _TargetEnds.of(target) if tensor is not None}
+    ends = {tensor.data_ptr(): tensor.nbytes for tensor in (head.embed_tokens.weight, head.lm_head.weight)}
+    shared = sum(size for place, size in ends.items() if place in own)
+    return TorchBlock(head, name, taps, target.max_positions, shared)
 
 
 def _check_target(config: HeadConfig, target: AnyModel, source: Source, path: Path) -> tuple[int, ...]:

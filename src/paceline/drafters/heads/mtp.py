@@ -1,4 +1,4 @@
-"""The head in a target's own checkpoint (multi-token prediction): Qwen3.5's, ``mtp.*``.
+"""The head in a target's own checkpoint (multi-token prediction): ``mtp.*`` of Qwen3.5 and Qwen3-Next.
 
 At position i it reads the embedding of token i + 1 and the target's hidden state of token i, after the final norm, and
 predicts token i + 2. The next step reads the draft token and the head's own normed state. One decoder layer of the
@@ -12,90 +12,87 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.layers import HeadStep, rms_norm
-from paceline.errors import ModelFormatError
+from paceline.drafters.heads.layers import HeadStep
 from paceline.kernels.attention.base import Attend
-from paceline.models.description.weights import StoredTensor, check_finite
-
-PREFIX = "mtp."
-_NORMS = ("norm.weight", "_norm_embedding.weight", "_norm_hidden.weight", "layernorm.weight")  # stored around 0
+from paceline.kernels.gpu.steps import steps_for
+from paceline.models.description.checkpoint import Checkpoint
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor, place
+from paceline.models.torch.layers import DecoderLayer, ForwardContext, WeightSource
+from paceline.models.torch.linear import Dense
 
 
 class MtpHead(Head):
-    """The target's own head. Its tensors are named as in the checkpoint, without the prefix."""
+    """The target's own head in torch.
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config, joined=0)
+    weights: by the names of ``description.weights.slots``, of one dtype and on one device.
+    ends: the target's embedding and output head [V, H], which are shared.
+    """
 
-    def _add_fusion(self, config: HeadConfig) -> None:
-        self.fc = nn.Linear(2 * config.width, config.width, bias=False)
-        self.pre_fc_norm_embedding = rms_norm(config.width, config)
-        self.pre_fc_norm_hidden = rms_norm(config.width, config)
+    def __init__(self, config: HeadConfig, weights: Mapping[str, Tensor], ends: tuple[Tensor, Tensor]) -> None:
+        with torch.device("meta"):
+            super().__init__(config, joined=0)
+        self.weights = weights
+        self._dtype, self._device = weights["mtp.fc.weight"].dtype, weights["mtp.fc.weight"].device
+        self.embed_tokens.weight, self.lm_head.weight = (nn.Parameter(end, requires_grad=False) for end in ends)
+        self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=self._device)
+        self.t2d = torch.ones(config.draft_vocab_size, dtype=torch.bool, device=self._device)
+        for name, tensor in weights.items():
+            self.register_buffer(name.replace(".", "_"), tensor)
+        spec, parts = config.decoder, WeightSource(config.decoder, weights, Dense)
+        rotary = spec.layers[0].attention.rotary
+        self._fc = weights["mtp.fc.weight"]
+        self._embedding_norm, self._hidden_norm = parts.norm("mtp.embedding_norm"), parts.norm("mtp.hidden_norm")
+        self._decoder_layer = DecoderLayer(spec, parts, 0, 0, {} if rotary is None else {rotary: 0})
+        self._norm, self._steps = parts.norm("norm"), steps_for(self._device)
+
+    def _add_layers(self, config: HeadConfig, joined: int) -> None:
+        """Its layer is one of the target's, not of trained heads."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device  # the output head may have no memory here
+        return self._device
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the target's hidden state as it is: features [..., 1, H] -> [..., H]."""
         return features.squeeze(-2).to(self.dtype)
 
     def step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> HeadStep:
-        embedded = self.pre_fc_norm_embedding(self.embed_tokens(tokens).to(hidden.dtype))
-        joined = torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1)
-        return super().step(tokens, self.fc(joined), positions, attend)
+        embedded = self._embedding_norm(self.embed_tokens(tokens).to(hidden.dtype))
+        joined = torch.cat((embedded, self._hidden_norm(hidden)), dim=-1)
+        x = functional.linear(joined, self._fc).flatten(0, 1)
+        forward = ForwardContext(len(tokens), [self._rotation(positions, hidden.dtype)], attend, self._steps)
+        entry = self._decoder_layer.entry
+        assert entry is not None, "families with such heads have norms before each part"
+        normed = self._decoder_layer(x, entry(x), forward, self._norm)[1].view(hidden.shape)
+        return HeadStep(normed, normed)
 
 
-def own_head(
-    config: PretrainedConfig, stored: Mapping[str, StoredTensor], ends: tuple[Tensor, Tensor], where: str
-) -> MtpHead:
-    """Make the head of a target's checkpoint.
-
-    stored: the tensors of the checkpoint, of which those named ``mtp.*`` are read. ends: the target's embedding and
-    output head [V, H], which are shared; on device "meta" where the CPU kernels have them.
-
-    Raises ModelFormatError if a tensor is missing, unknown, of another shape, or has numbers that are not finite.
-    """
-    head_config = _config_of(config)
-    with torch.device("meta"):
-        head = MtpHead(head_config)
-    wanted = {name: tensor for name, tensor in head.state_dict().items() if not name.startswith(_NOT_STORED)}
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items() if name.startswith(PREFIX)}
-    wrong = sorted(wanted.keys() ^ tensors.keys())
-    wrong += [name for name, tensor in tensors.items() if name in wanted and tensor.shape != tuple(wanted[name].shape)]
-    if wrong:
-        raise ModelFormatError(f"{where}: the tensor mtp.{wrong[0]} is missing, unknown or of another shape")
-    vocabulary = head_config.draft_vocab_size
-    state = {name: _read(name, tensor, ends[0].dtype, f"{where}: {PREFIX}{name}") for name, tensor in tensors.items()}
-    state |= {"embed_tokens.weight": ends[0], "lm_head.weight": ends[1]}
-    state |= {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
-    head.load_state_dict(state, assign=True)
-    return head.requires_grad_(False).eval()
-
-
-_NOT_STORED = ("embed_tokens.", "lm_head.", "d2t", "t2d")
-
-
-def _config_of(config: PretrainedConfig) -> HeadConfig:
-    """Return the head's configuration: one full attention layer of the target's sizes."""
+def own_config(config: PretrainedConfig) -> HeadConfig:
+    """Return the configuration of a target's own head: one full attention layer of the target's sizes."""
     text = config.get_text_config()
-    fields: dict[str, Any] = text.to_dict() | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    mixture: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # Qwen3-Next's, if it has experts
+    fields: dict[str, Any] = text.to_dict() | one | mixture
     fields.pop("quantization_config", None)  # stored tensors are read dequantised
     sizes = text.hidden_size, text.vocab_size
     return HeadConfig(fields, *sizes, taps=(text.num_hidden_layers,), norm_output=True, own=True)
 
 
-def _read(name: str, stored: StoredTensor, dtype: torch.dtype, where: str) -> Tensor:
-    """Read a tensor; norms are stored less one. Raises ModelFormatError for numbers that are not finite."""
-    exact = torch.empty(stored.shape, dtype=torch.float32)
-    stored.unpack_into(exact)
-    check_finite(exact, where)
-    return (exact + 1.0 if name.endswith(_NORMS) else exact).to(dtype)
+def own_checkpoint(
+    config: HeadConfig, names: WeightNames, stored: Mapping[str, StoredTensor], where: str
+) -> Checkpoint:
+    """Pair the tensors of a target's own head with its weights, without reading them.
+
+    Raises ModelFormatError if a tensor is missing, unknown or of another shape.
+    """
+    return Checkpoint(where, config.decoder, place(config.decoder, names, stored, where))

@@ -7,10 +7,10 @@ values and fused hidden states are stored as for a head in torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from paceline.core.batch import Batch
 from paceline.drafters.heads.config import HeadConfig
@@ -20,23 +20,22 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
-from paceline.kernels.abi import INPUT_MULTIPLE
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
-from paceline.models.description.mixers import gate_last
-from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
+from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization, idle_expert_bytes
 from paceline.models.native.packing import PackedDecoder, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import check_spec, obstacle_of
+from paceline.models.native.spec import ReadMatrix, check_reference, check_spec, halves_padded, obstacle_of, spec_of
 
 
 class NativeHead(HeadModel):
     """A head with packed weights: bf16 (quantization None), int8 or int4. It keeps no reference to the torch head.
 
     target: a target on the CPU kernels whose embedding and output head it uses; None: it has its own.
+    readers: make matrices of the target's own head while they are packed, see ``spec_of``.
 
     Raises ModelFormatError if the kernels cannot run it.
     """
@@ -50,15 +49,19 @@ class NativeHead(HeadModel):
         *,
         quantization: Quantization | None = None,
         target: NativeModel | None = None,
+        readers: Mapping[str, ReadMatrix] | None = None,
     ) -> None:
         super().__init__(head, name, taps, max_positions)
-        spec = spec_of_head(head, max_positions)
+        if isinstance(head, MtpHead):
+            spec = spec_of_own_head(head, max_positions, readers)
+        else:
+            spec = spec_of_head(head, max_positions)
         ends = None if target is None else target.packed_decoder
         kernels = native.required()
         formats = LAYER_FORMAT[quantization], HEAD_FORMAT[quantization]
         self._packed = PackedDecoder(spec, formats, kernels, torch.get_num_threads(), ends_of=ends)
         self._bytes = packed_size(spec, *formats, shares_ends=ends is not None)
-        self._layer_bytes = packed_size(spec, *formats, shares_ends=True)
+        self._layer_bytes = packed_size(spec, *formats, shares_ends=True) - idle_expert_bytes(spec, formats[0])
         self.drafted = len(head.targets)  # size of its vocabulary
         self._targets = head.targets.sort().values
         self.precision = f"{quantization or 'bfloat16'} on the CPU kernels {kernels.name}"
@@ -92,7 +95,9 @@ def obstacle_of_head(config: HeadConfig) -> str | None:
     """Return why the kernels cannot run heads of this configuration; None if they can."""
     if config.kind in ("hidden_transfer", "chimera"):
         return "hidden transfer and Chimera heads run in torch only"
-    return obstacle_of(config.decoder)
+    if config.block is not None:
+        return "block drafters run in torch only"
+    return obstacle_of(replace(config.decoder, mtp=False))
 
 
 def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
@@ -100,7 +105,7 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if obstacle := obstacle_of_head(config):
         raise ModelFormatError(obstacle)
-    assert isinstance(head, FeatureHead | MtpHead)
+    assert isinstance(head, FeatureHead)
     first = shape.layers[0].attention
     assert first.rotary is not None
     order = head.targets.argsort()  # ties are broken by token id, which must be the target's
@@ -123,12 +128,20 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     return spec
 
 
+def spec_of_own_head(head: MtpHead, max_positions: int, readers: Mapping[str, ReadMatrix] | None) -> NativeSpec:
+    """Weights and sizes of a target's own head for the kernels. Raises ModelFormatError if they cannot run it."""
+    ends = {"embed.weight": head.embed_tokens.weight, "head.weight": head.lm_head.weight}
+    check_reference(head.config.decoder)
+    spec = replace(spec_of(head.config.decoder, {**head.weights, **ends}, readers), max_positions=max_positions)
+    check_spec(spec)
+    return spec
+
+
 def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> LayerWeights:
     name, attention = f"layers.{index}", config.decoder.layers[index].attention
     qkv = _linear(state, *(f"{name}.self_attn.{part}_proj" for part in "qkv"))
     return LayerWeights(
-        qkv=gate_last(_halves_padded(qkv) if index == 0 and not config.own else qkv, attention),
-        gated=attention.gated,
+        qkv=halves_padded(qkv) if index == 0 else qkv,
         attention_out=_linear(state, f"{name}.self_attn.o_proj"),
         gate_up=_linear(state, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
         down=_linear(state, f"{name}.mlp.down_proj"),
@@ -140,21 +153,20 @@ def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> La
     )
 
 
-def _fusion_of(head: FeatureHead | MtpHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
+def _fusion_of(head: FeatureHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
     """targets: ascending, as the output head's rows are ordered."""
-    config, fuse, own = head.config, _linear(state, "fc"), isinstance(head, MtpHead)
+    config = head.config
     norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
     return FusionWeights(
-        fuse=_halves_padded(fuse) if own else fuse,
-        hidden_norm=state["pre_fc_norm_hidden.weight" if own else "layers.0.hidden_norm.weight"],
-        embedding_norm=state["pre_fc_norm_embedding.weight"] if own else None,
+        fuse=_linear(state, "fc"),
+        hidden_norm=state["layers.0.hidden_norm.weight"],
         targets=targets,
         vocabulary=config.decoder.vocab_size,
         tap_count=config.tap_count,
         target_width=config.target_width,
         tap_norms=None if norms is None else torch.stack(norms),
         joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-        mask=None if isinstance(head, MtpHead) else head.mask(),
+        mask=head.mask(),
         mask_token=config.mask_token or 0,
         normed_residual=config.norm_before_residual,
         normed_state=config.norm_output,
@@ -166,12 +178,6 @@ def _linear(state: Mapping[str, Tensor], *names: str) -> LinearWeights:
     biases = [state[bias] for name in names if (bias := f"{name}.bias") in state]
     weight = torch.cat([state[f"{name}.weight"] for name in names])
     return LinearWeights(weight, torch.cat(biases) if biases else None)
-
-
-def _halves_padded(linear: LinearWeights) -> LinearWeights:
-    """The weights with both halves of their input padded, as the kernels pad embedding and hidden state."""
-    halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
-    return LinearWeights(torch.cat(halves, dim=1), linear.bias)
 
 
 class NativeFusedStates(FusedStates):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import threading
@@ -21,7 +22,6 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.config import ServerConfig
 from paceline.integrations.ray.replica import ReplicaStatus
 from paceline.integrations.ray.routing import AFFINITY, blocks_of
-from paceline.integrations.ray.sums import labelled, together
 from paceline.server import errors
 from paceline.server.app import PROMETHEUS
 from paceline.server.bodies import parsed
@@ -31,7 +31,8 @@ from paceline.server.http_heads import REQUEST_ID, Tracing
 from paceline.server.logs import request_id
 from paceline.server.metrics import Meter
 from paceline.server.security import Gate
-from paceline.server.streaming import last_events
+from paceline.server.streaming import ENDING, EventStream, last_events, sampled
+from paceline.server.sums import labelled, together
 
 log = logging.getLogger("paceline.server")
 
@@ -70,7 +71,7 @@ class Front:
     def app(self) -> Starlette:
         """The ASGI app: a few routes of its own; all others go to the replicas."""
         own = {"/health": self._health, "/ping": self._health, "/metrics": self._metrics}
-        own |= {"/load": self._load, "/stats": self._stats}
+        own |= {"/load": self._load, "/stats": self._stats, "/stats/stream": self._live_stats}
         app = Starlette(
             routes=[Route(path, answer) for path, answer in own.items()],
             lifespan=self._lifespan,
@@ -116,20 +117,27 @@ class Front:
 
     async def _health(self, _: Request) -> Response:
         """200 while any replica is ready."""
-        states = [status["state"] for status in await self._statuses()]
-        state = "ready" if "ready" in states else states[0] if states else "loading"
-        ready = states.count("ready")
-        return JSONResponse({"status": state, "replicas": ready}, 200 if ready else 503)
+        statuses = await self._statuses()
+        ready = [status["state"] for status in statuses].count("ready")
+        return JSONResponse({"status": _state(statuses), "replicas": ready}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
         texts = {status["name"]: status["metrics"] for status in await self._statuses()}
-        return Response(labelled(texts, self._meter.exposition().decode()), media_type=PROMETHEUS)
+        return Response(labelled(texts, "replica", self._meter.exposition().decode()), media_type=PROMETHEUS)
 
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": sum(status["load"] for status in await self._statuses())})
 
     async def _stats(self, _: Request) -> Response:
         return JSONResponse(together([status["stats"] for status in await self._statuses()]))
+
+    async def _live_stats(self, request: Request) -> Response:
+        async def look() -> bytes:
+            statuses = await self._statuses()
+            stats = together([status["stats"] for status in statuses])
+            return json.dumps({"status": _state(statuses), "stats": stats}).encode()
+
+        return EventStream(sampled(look, request.scope.get(ENDING)), self._meter, done=b"")
 
     # --- routes of the replicas --------------------------------------------------
 
@@ -193,6 +201,12 @@ class Front:
         finally:
             AFFINITY.end(flight)
             answer.cancel()  # no effect after the end
+
+
+def _state(statuses: Sequence[ReplicaStatus]) -> str:
+    """The state of all replicas together: ready if one is."""
+    states = [status["state"] for status in statuses]
+    return "ready" if "ready" in states else states[0] if states else "loading"
 
 
 async def _refused(request: Request, error: Exception) -> Response:

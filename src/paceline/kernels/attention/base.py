@@ -1,6 +1,7 @@
 """The protocol of attention backends.
 
-Shapes: B rows, L new tokens per row, R rows of the cache, H heads, G key/value heads, P positions, D head width.
+Shapes: B rows, L new tokens per row, R rows of the cache, H heads, G key/value heads, P positions, D width of a query
+and key, V width of a value.
 """
 
 from __future__ import annotations
@@ -80,6 +81,18 @@ class Plan:
         return seen[..., : self.longest], at[..., : self.longest]
 
 
+@dataclass(frozen=True, eq=False)
+class SoftmaxTerms:
+    """What few models add to attention's softmax.
+
+    cap: the scores are cap * tanh(scores / cap); None: they are not capped.
+    sinks: [H], one more score of each head, without a value and never capped; None: there are none.
+    """
+
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Attention of L new tokens per row over each row's own cached prefix."""
 
@@ -90,9 +103,17 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
-        """q [B, H, L, D] over k_cache, v_cache [R, G, P, D] (this layer, new keys written) -> [B, H, L, D].
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
 
         ``scale`` defaults to D ** -0.5; ``window`` is a sliding window in positions, or None.
         """
@@ -102,11 +123,19 @@ class AttentionBackend(Protocol):
 class Attend(Protocol):
     """The call that a model makes once per layer: write the new keys and values, then attend over the row's prefix.
 
-    layer: of the cache. q [B, H, L, D], k and v [B, G, L, D] (rotary already applied) -> [B, H, L, D].
+    layer: of the cache. q [B, H, L, D], k [B, G, L, D] (rotary already applied), v [B, G, L, V] -> [B, H, L, V].
     """
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor: ...
 
 
@@ -114,8 +143,10 @@ class Attend(Protocol):
 class AttendAgain(Protocol):
     """An ``Attend`` whose keys and values can be read once more, by another layer of the model."""
 
-    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
-        """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, D]."""
+    def again(
+        self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
+    ) -> Tensor:
+        """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, V]."""
         ...
 
 
@@ -133,6 +164,14 @@ class HasStates(Protocol):
 class AttendPacked(Protocol):
     """An ``Attend`` that takes a layer's heads before norm and rotary, and does both together with the cache write."""
 
-    def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
+    def packed(
+        self,
+        layer: int,
+        heads: PackedHeads,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
+    ) -> Tensor:
         """Attention of the packed heads -> [B, H, L, D]."""
         ...

@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
-from paceline.kernels.attention.base import AttentionBackend, Plan
+from paceline.kernels.attention.base import AttentionBackend, Plan, SoftmaxTerms
 from paceline.kernels.gpu.state import PackedHeads
 
 
@@ -19,33 +19,51 @@ class CachedAttend:
     ) -> None:
         self.cache, self.backend, self.plan, self.rows, self.states = cache, backend, plan, rows, states
         plan.cache_rows = rows
-        self._indices: dict[int, Tensor] = {}  # by table of the cache
+        self._indices: dict[int, list[Tensor]] = {}  # by table of the cache
 
-    def _index(self, layer: int) -> Tensor:
-        """The index of the layer's new keys, made once for each table of the cache."""
+    def _index(self, layer: int) -> list[Tensor]:
+        """The indices of the layer's new keys and values, made once for each table of the cache."""
         table = self.cache.places[layer][0]
         if table not in self._indices:
             self._indices[table] = self.cache.write_index(self.rows.index, self.plan.slots, table)
         return self._indices[table]
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         self.cache.write(layer, self._index(layer), k, v)
-        return self.again(layer, q, scale=scale, window=window)
+        return self.again(layer, q, scale=scale, window=window, terms=terms)
 
-    def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+    def again(
+        self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
+    ) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""
         keys, values = self.cache.layer(layer)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)
+        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)
 
 
 class PackedCachedAttend(CachedAttend):
     """A ``CachedAttend`` that is an ``AttendPacked``: norm, rotation and cache write in one launch. Needs triton."""
 
-    def packed(self, layer: int, heads: PackedHeads, *, scale: float | None, window: int | None) -> Tensor:
+    def packed(
+        self,
+        layer: int,
+        heads: PackedHeads,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
+    ) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store
 
         keys, values = self.cache.layer(layer)
         q = turn_and_store(heads, self.plan.slots, keys, values, self.rows.index)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window)
+        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)

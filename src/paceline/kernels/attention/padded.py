@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan
+from paceline.kernels.attention.base import Plan, SoftmaxTerms
 
 
 class PaddedAttention:
@@ -21,17 +21,38 @@ class PaddedAttention:
         return Plan(positions, longest, ancestors)
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         q_BHLD = q
-        k_BGPD, v_BGPD = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
+        k_BGPD, v_BGPV = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
-        packed = q_BHLD.reshape(rows, -1, shared * length, dim)
-        out = F.scaled_dot_product_attention(
-            packed, k_BGPD, v_BGPD, attn_mask=_mask(plan, shared, window, q.dtype), scale=scale
-        )
-        return out.reshape(rows, heads, length, dim)
+        packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, window, q.dtype)
+        if terms is None:
+            out = F.scaled_dot_product_attention(packed, k_BGPD, v_BGPV, attn_mask=mask, scale=scale)
+        else:
+            scores = packed.float() @ k_BGPD.float().mT * (dim**-0.5 if scale is None else scale)
+            out = (_weights(scores, mask, length, terms) @ v_BGPV.float()).to(q.dtype)
+        return out.reshape(rows, heads, length, -1)
+
+
+def _weights(scores: Tensor, mask: Tensor, length: int, terms: SoftmaxTerms) -> Tensor:
+    """Return the softmax of the scores [B, G, shared * L, P], to which the mask is added; length: L."""
+    if terms.cap is not None:
+        scores = terms.cap * (scores / terms.cap).tanh()
+    scores = scores + mask
+    if terms.sinks is None:
+        return scores.softmax(-1)
+    sinks = terms.sinks.float().repeat_interleave(length).view(1, scores.shape[1], -1, 1)
+    return torch.cat([scores, sinks.expand(len(scores), -1, -1, 1)], -1).softmax(-1)[..., :-1]
 
 
 def _mask(plan: Plan, shared: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
 """All rows in one Triton launch, each over its own length: no padding, no loop over rows, no read by the host.
 
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, P positions, D head width. One program takes one row,
-    one key head, a tile of the H / G x L queries that share it (packed along the tile's first axis), and one split of
-    the row's positions. A second kernel joins the splits (Flash-Decoding's reduction, here for more than one query).
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, P positions, D width of a key, V of a value. One
+    program takes one row, one key head, a tile of the H / G x L queries that share it (packed along the tile's first
+    axis), and one split of the row's positions. A second kernel joins the splits (Flash-Decoding's reduction, here for
+    more than one query).
 
 The kernel computes a row's splits from the positions of its queries, so lengths stay on the device.
 """
@@ -10,13 +11,14 @@ The kernel computes a row's splits from the positions of its queries, so lengths
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan
+from paceline.kernels.attention.base import Plan, SoftmaxTerms
 from paceline.kernels.gpu.launch import capability, multiprocessors, shared_memory
 
 _LOG2_E = 1.4426950408889634
@@ -25,7 +27,7 @@ _JOINED_AT_ONCE = 16
 
 
 # Arguments that vary between prompts and batches are not specialised, so a new length never recompiles the kernel.
-@triton.jit(do_not_specialize=["longest", "window", "rows_times_heads", "new_tokens", "splits"])
+@triton.jit(do_not_specialize=["longest", "window", "cap", "rows_times_heads", "new_tokens", "splits"])
 def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -37,7 +39,9 @@ def attend_kernel(
     partial: tl.tensor,
     levels: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     longest: tl.tensor,
     window: tl.tensor,
     rows_times_heads: tl.tensor,
@@ -55,18 +59,22 @@ def attend_kernel(
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     TREE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     IDLE_ROWS: tl.constexpr,
 ) -> None:
-    """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, D] and levels [splits, B, L, H], both float32.
+    """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, V] and levels [splits, B, L, H], both float32.
 
-    With one split the kernel writes out [B, L, H, D] itself.
+    With one split the kernel writes out [B, L, H, V] itself.
 
     tree: with TREE "ancestors", [B, L, L] int8: whether a new token (second dimension) sees another (third). With TREE
         "paths" a tile holds queries of one token only (HEAD_TILES tiles per token) and visits its keys in the order of
@@ -79,6 +87,10 @@ def attend_kernel(
     A tile reads keys from its first query's window up to its last query's position, not up to its row's.
 
     levels: base-2 logarithm of the sum of the split's weights, -inf where it holds no visible key.
+
+    sinks: with SINKS, [H] float32, times log2(e); with several splits the second kernel adds them.
+
+    scale: of the scores, times log2(e). With CAPPED, the scores are cap * tanh(product * scale).
 
     SPLIT_SIZE: positions per split, counted from position 0; 0 shares each row's blocks evenly among the splits.
     """
@@ -96,6 +108,8 @@ def attend_kernel(
         head, token = group * SHARED + place, place * 0 + alone
     column = tl.arange(0, BLOCK_D)
     inside = column < DIM
+    value_column = tl.arange(0, BLOCK_V)
+    in_value = value_column < VALUE_DIM
 
     query_at = tl.load(positions + row * new_tokens + token, mask=real, other=-1).to(tl.int32)
     base = tl.load(positions + row * new_tokens).to(tl.int32)
@@ -123,7 +137,11 @@ def attend_kernel(
     queries = tl.load(q_place, mask=real[:, None] & inside[None, :], other=0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if SINKS:  # noqa: SIM102 (known when the kernel is compiled, unlike the number of splits)
+        if splits == 1:
+            top = tl.load(sinks + head, mask=real, other=float("-inf"))
+            total += 1.0
     for block in range(start, stop, BLOCK_N):
         key_at = block + tl.arange(0, BLOCK_N)
         there = key_at < stop
@@ -135,6 +153,8 @@ def attend_kernel(
         k_place = k + cache_row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
         keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if CAPPED:
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
         if TREE == "ancestors":
             new = key_at - base
             among = there & (new >= 0)
@@ -153,8 +173,9 @@ def attend_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        v_place = v + cache_row * v_row + group * v_head + slot[:, None].to(tl.int64) * v_position + column[None, :]
-        values = tl.load(v_place, mask=there[:, None] & inside[None, :], other=0.0)
+        v_place = v + cache_row * v_row + group * v_head + value_column[None, :]
+        v_place += slot[:, None].to(tl.int64) * v_position
+        values = tl.load(v_place, mask=there[:, None] & in_value[None, :], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = higher
 
@@ -162,13 +183,13 @@ def attend_kernel(
     mixed = mixed / tl.where(seen, total, 1.0)[:, None]
     line = (row * new_tokens + token) * (GROUPS * SHARED) + head
     if splits == 1:
-        whole = real[:, None] & inside[None, :]
-        tl.store(out + line[:, None] * DIM + column[None, :], mixed.to(out.dtype.element_ty), mask=whole)
+        whole = real[:, None] & in_value[None, :]
+        tl.store(out + line[:, None] * VALUE_DIM + value_column[None, :], mixed.to(out.dtype.element_ty), mask=whole)
     else:
         line += split.to(tl.int64) * rows_times_heads * new_tokens
         some = place < tl.where(start < stop, SHARED if TREE == "paths" else SHARED * new_tokens, 0)
-        some = some[:, None] & inside[None, :]  # a split without keys writes no result
-        tl.store(partial + line[:, None] * DIM + column[None, :], mixed, mask=some)
+        some = some[:, None] & in_value[None, :]  # a split without keys writes no result
+        tl.store(partial + line[:, None] * VALUE_DIM + value_column[None, :], mixed, mask=some)
         tl.store(levels + line, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=real)
 
 
@@ -177,8 +198,11 @@ def join_kernel(
     partial: tl.tensor,
     levels: tl.tensor,
     out: tl.tensor,
+    sinks: tl.tensor,
     lines: tl.tensor,
     splits: tl.tensor,
+    HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -189,6 +213,9 @@ def join_kernel(
     inside = column < DIM
     top = -float("inf")
     total = 0.0
+    if SINKS:
+        top = tl.load(sinks + line % HEADS)
+        total = 1.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
@@ -286,29 +313,40 @@ class RaggedAttention:
         return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         rows, heads, length, dim = q.shape
-        groups = k_cache.shape[1]
+        groups, value_dim = k_cache.shape[1], v_cache.shape[-1]
         shared = heads // groups
         kind, tree = self._tree(plan)
-        block_d = max(_SMALLEST_TILE, triton.next_power_of_2(dim))
-        tile = self.tiles.queries or _tile(shared * length, q.dtype, block_d)
+        block_d, block_v = (max(_SMALLEST_TILE, triton.next_power_of_2(width)) for width in (dim, value_dim))
+        widest = max(block_d, block_v)
+        tile = self.tiles.queries or _tile(shared * length, q.dtype, widest)
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
-        positions = self.tiles.positions_for(tile, block_d, q.element_size(), q.device)
-        splits, split_size = self._splits(rows * groups * tiles, plan.longest, tile * block_d, q.device)
+        positions = self.tiles.positions_for(tile, widest, q.element_size(), q.device)
+        splits, split_size = self._splits(rows * groups * tiles, plan.longest, tile * widest, q.device)
         joined = splits if splits > 1 else 0
-        most = _most_new_tokens(tile, joined, rows, heads, dim)
+        most = _most_new_tokens(tile, joined, rows, heads, value_dim)
         if joined and length > most and plan.ancestors is None:
             plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
             pieces = zip(torch.split(q, most, 2), plans, strict=True)
-            return torch.cat(
-                [self.attend(piece, k_cache, v_cache, own, scale=scale, window=window) for piece, own in pieces], 2
-            )
-        partial = torch.empty((joined, rows, length, heads, dim), dtype=torch.float32, device=q.device)
+            how: dict[str, Any] = {"scale": scale, "window": window, "terms": terms}
+            return torch.cat([self.attend(piece, k_cache, v_cache, own, **how) for piece, own in pieces], 2)
+        terms = terms or SoftmaxTerms()
+        scale = dim**-0.5 if scale is None else scale
+        sinks = q if terms.sinks is None else terms.sinks.float() * _LOG2_E
+        partial = torch.empty((joined, rows, length, heads, value_dim), dtype=torch.float32, device=q.device)
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)
-        out = torch.empty((rows, length, heads, dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((rows, length, heads, value_dim), dtype=q.dtype, device=q.device)
         q = q if q.stride(-1) == 1 else q.contiguous()
         live = None if plan.cache_rows is None else plan.cache_rows.live
         cache_rows = torch.arange(rows, device=q.device) if plan.cache_rows is None else plan.cache_rows.index
@@ -323,7 +361,9 @@ class RaggedAttention:
             partial,
             levels,
             out,
-            (dim**-0.5 if scale is None else scale) * _LOG2_E,
+            sinks,
+            scale * _LOG2_E if terms.cap is None else scale / terms.cap,
+            0.0 if terms.cap is None else terms.cap * _LOG2_E,
             plan.longest,
             0 if window is None else window,
             rows * heads,
@@ -335,22 +375,26 @@ class RaggedAttention:
             GROUPS=groups,
             SHARED=shared,
             DIM=dim,
+            VALUE_DIM=value_dim,
             BLOCK_M=tile,
             BLOCK_N=positions,
             BLOCK_D=block_d,
+            BLOCK_V=block_v,
             SPLIT_SIZE=split_size,
             WINDOWED=window is not None,
+            CAPPED=terms.cap is not None,
+            SINKS=terms.sinks is not None,
             TREE=kind,
             HEAD_TILES=head_tiles,
             IDLE_ROWS=live is not None,
-            num_warps=self.tiles.warps_for(tile, block_d),
-            num_stages=self.tiles.stages_for(block_d, q.element_size()),
+            num_warps=self.tiles.warps_for(tile, widest),
+            num_stages=self.tiles.stages_for(widest, q.element_size()),
         )
         if joined:
             lines = rows * length * heads
             join_kernel[(lines,)](
-                partial, levels, out, lines, splits, DIM=dim, BLOCK_D=block_d, BLOCK_S=_JOINED_AT_ONCE,
-                num_warps=join_warps(block_d),
+                partial, levels, out, sinks, lines, splits, HEADS=heads, SINKS=terms.sinks is not None, DIM=value_dim,
+                BLOCK_D=block_v, BLOCK_S=_JOINED_AT_ONCE, num_warps=join_warps(block_v),
             )  # fmt: skip
         return out.transpose(1, 2)
 

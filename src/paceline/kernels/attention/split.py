@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan
+from paceline.kernels.attention.base import Plan, SoftmaxTerms
 from paceline.kernels.attention.padded import PaddedAttention
 
 _STREAMS = 8  # rows whose kernels may run at the same time on a GPU
@@ -33,18 +33,27 @@ class SplitAttention:
         return plan
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         longest = max(row.longest for row in plan.rows)
         k_cache, v_cache = (plan.of_rows(table[:, :, :longest]) for table in (k_cache, v_cache))
 
         def one(row: int) -> Tensor:
             keys, values = k_cache[row : row + 1], v_cache[row : row + 1]
-            return self._one_row.attend(q[row : row + 1], keys, values, plan.rows[row], scale=scale, window=window)
+            own = plan.rows[row]
+            return self._one_row.attend(q[row : row + 1], keys, values, own, scale=scale, window=window, terms=terms)
 
         if not q.is_cuda:
             return torch.cat([one(row) for row in range(len(plan.rows))])
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         main, streams = torch.cuda.current_stream(q.device), _streams(q.device)[: len(plan.rows)]
         for stream in streams:
             stream.wait_stream(main)

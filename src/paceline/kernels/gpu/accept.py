@@ -55,7 +55,10 @@ def commit(
     STOPS: tl.constexpr,
     STOPS_UP: tl.constexpr,
 ) -> None:
-    """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, up to its first stop token and its limit."""
+    """Append ``accepted + 1`` of the tokens [LENGTH_UP] int64 to a row, up to its first stop token and its limit.
+
+    Tokens below 0 are ``Undrawn``: none of them is appended, and none after them.
+    """
     place = tl.arange(0, LENGTH_UP)
     before = tl.load(length + slot)
     room = tl.load(limit + slot) - before
@@ -67,7 +70,8 @@ def commit(
 
     stopping = tl.max(((tokens[:, None] == stop[None, :]) & (stop >= 0)[None, :]).to(tl.int32), 1) > 0
     first_stop = tl.min(tl.where(stopping, place, LENGTH_UP), 0)
-    gained = tl.minimum(tl.minimum(accepted, first_stop) + 1, room).to(tl.int64)
+    first_undrawn = tl.min(tl.where(tokens < 0, place, LENGTH_UP), 0)
+    gained = tl.minimum(tl.minimum(tl.minimum(accepted, first_stop) + 1, first_undrawn), room).to(tl.int64)
     gained = tl.where(ended, 0, gained)
     tl.store(text + slot * text_stride + before + place, tokens, mask=place < gained)
     tl.store(length + slot, before + gained)
@@ -79,6 +83,15 @@ def commit(
 
 
 @triton.jit
+def drawn_or_not(
+    token: tl.tensor, logits: tl.tensor, line: tl.tensor, line_stride: tl.tensor, real: tl.tensor
+) -> tl.tensor:
+    """The tokens drawn from lines, int64; -1 (``Undrawn.NOT_FINITE``) where their logit is NaN or infinite."""
+    x = tl.load(logits + line * line_stride + tl.maximum(token, 0), mask=real, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(x) < float("inf"), token, -1).to(tl.int64)
+
+
+@triton.jit
 def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.tensor:
     """Number of leading draft tokens that exist and are kept [LENGTH_UP]."""
     place = tl.arange(0, LENGTH_UP)
@@ -87,6 +100,8 @@ def leading(kept: tl.tensor, counts: tl.tensor, LENGTH_UP: tl.constexpr) -> tl.t
 
 @triton.jit(do_not_specialize=["per_row"])
 def coupled_kernel(
+    logits: tl.tensor,
+    line_stride: tl.tensor,
     values: tl.tensor,
     drawn: tl.tensor,
     draft_tokens: tl.tensor,
@@ -123,7 +138,8 @@ def coupled_kernel(
     token = tl.load(drawn + at, mask=there, other=2147483647)
     best = tl.max(value, 1)
     draws = tl.min(tl.where(value == best[:, None], token, 2147483647), 1).to(tl.int64)
-    draws = tl.where(draws == 2147483647, 0, draws)  # all logits were NaN
+    draws = tl.where(draws == 2147483647, -1, draws)  # all logits were NaN
+    draws = drawn_or_not(draws, logits, row * per_row + place, line_stride, place < per_row)
     draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=place < per_row - 1, other=-1)
     drafted = tl.load(counts + row)
     if SYNTHETIC:
@@ -175,7 +191,10 @@ def draft_probabilities(
     BLOCKS: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
 ) -> tl.tensor:
-    """Probability of each draft token [LENGTH_UP] under its line [LENGTH_UP]; 0 or 1 at temperature 0."""
+    """Probability of each draft token [LENGTH_UP] under its line [LENGTH_UP]; 0 or 1 at temperature 0.
+
+    It is NaN if the token's logit is infinite: no such token is accepted.
+    """
     block = tl.arange(0, BLOCKS_UP)
     at = line[:, None] * BLOCKS + block[None, :]
     there = real[:, None] & (block < BLOCKS)[None, :]
@@ -186,7 +205,8 @@ def draft_probabilities(
     mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
     x = tl.load(logits + line * line_stride + draft_token, mask=real, other=0.0).to(tl.float32)
     warm = tl.exp(scaled_logits(x, tl.where(real, top, 0.0), temperature)) / tl.where(real, mass, 1.0)
-    return tl.where(temperature == 0.0, (draft_token == first).to(tl.float32), warm)
+    probability = tl.where(temperature == 0.0, (draft_token == first).to(tl.float32), warm)
+    return tl.where(x == float("inf"), float("nan"), probability)
 
 
 @triton.jit(do_not_specialize=["per_row"])
@@ -323,6 +343,8 @@ def recover_kernel(
 
 @triton.jit(do_not_specialize=["per_row"])
 def finish_kernel(
+    logits: tl.tensor,
+    line_stride: tl.tensor,
     values: tl.tensor,
     drawn: tl.tensor,
     draft_tokens: tl.tensor,
@@ -351,8 +373,8 @@ def finish_kernel(
     something = line_max(values, row, BLOCKS, BLOCKS_UP) > float("-inf")
     rest = first_best(values, drawn, row, BLOCKS, BLOCKS_UP)
     whole = first_best(values, drawn, row + rows, BLOCKS, BLOCKS_UP)
-    token = tl.where(something, rest, whole).to(tl.int64)
     kept = tl.load(accepted + row)
+    token = drawn_or_not(tl.where(something, rest, whole), logits, row * per_row + kept, line_stride, True)
     draft_token = tl.load(draft_tokens + row * (per_row - 1) + place, mask=place < per_row - 1, other=0)
     tokens = tl.where(place < kept, draft_token, tl.where(place == kept, token, 0))
     commit(
@@ -384,7 +406,7 @@ def logprob_kernel(
     there = real[:, None] & (block < BLOCKS)[None, :]
     top = tl.max(tl.load(maxima + at, mask=there, other=float("-inf")), 1)
     mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 1)
-    token = tl.load(record + row * record_stride + place, mask=real, other=0)
+    token = tl.maximum(tl.load(record + row * record_stride + place, mask=real, other=0), 0)
     x = tl.load(logits + line * line_stride + token, mask=real, other=0.0).to(tl.float32)
     tl.store(own + line, x - tl.where(real, top, 0.0) - tl.log(tl.where(real, mass, 1.0)), mask=real)
 
@@ -414,6 +436,8 @@ def coupled(
     values, tokens = noisy_blocks(lines, Noise.of(rows), 0, Purpose.DRAW, blocks)
     record = rows.text.new_empty(rows.rows, draft.k + 1 + RECORD_TAIL)
     coupled_kernel[(rows.rows,)](
+        lines,
+        lines.stride(0),
         values,
         tokens,
         draft.tokens,
@@ -493,7 +517,7 @@ def rejection(draft: DraftTensors, logits: Tensor, rows: RowState, block: int = 
         per_row=shape["per_row"], BLOCK=blocks.size, num_warps=_WARPS, **blocks.shape,
     )  # fmt: skip
     finish_kernel[(rows.rows,)](
-        values, tokens, draft.tokens, accepted, draft.counts, *_row_arguments(rows, record),
+        p[0], p[-1], values, tokens, draft.tokens, accepted, draft.counts, *_row_arguments(rows, record),
         num_warps=4, **blocks.shape, **shape,
     )  # fmt: skip
     return record

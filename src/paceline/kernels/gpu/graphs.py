@@ -58,6 +58,17 @@ class NoOtherRanks:
 MOST_GRAPHS = 384  # more than `auto` needs: 18 buckets of rows x 9 lengths x two kinds of requests
 
 
+def recorded(graph: torch.cuda.CUDAGraph, pool: object) -> torch.cuda.graph:
+    """A context that captures what this thread launches; other threads, such as NCCL's, may use CUDA meanwhile."""
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until all that was launched has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Graphs:
     """Runs programs: on CUDA as graphs, captured at the first use of their key or ahead of it; elsewhere eagerly.
 
@@ -100,12 +111,17 @@ class Graphs:
         if not self.captures:
             return program()
         if key not in self._graphs and self.full:
-            self._other_ranks.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
+            self._drop_oldest()
         found = self._graphs.pop(key, None) or self._capture(program)
         self._graphs[key] = graph, result, number = found  # the most recently used one is last
         with self._other_ranks.replaying(number):
             graph.replay()
         return result
+
+    def _drop_oldest(self) -> None:
+        """Free the least recently used graph, after waiting for the device: it may still run."""
+        wait_for(self.device)
+        self._other_ranks.forget(self._graphs.pop(next(iter(self._graphs)))[-1])
 
     def capture(self, key: Hashable, program: Program) -> None:
         """Capture a program that has not been, without running it. It becomes the first one to be dropped."""
@@ -122,7 +138,7 @@ class Graphs:
                 program()  # compiles and picks kernels
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with self._other_ranks.capturing() as number, torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+            with self._other_ranks.capturing() as number, recorded(graph, self._pool):
                 result = program()
         self._pool = self._pool or graph.pool()
         self.capture_ms = min(self.capture_ms, 1000 * (time.perf_counter() - began))

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.errors import ParameterError
 from paceline.kernels.gpu.launch import capability, interpreted, multiprocessors, shared_memory
 
 log = logging.getLogger("paceline")
@@ -404,7 +405,8 @@ class Linears:
     """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and chooses their tiles by shape.
 
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
-    timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one.
+    timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one
+        whose product is right.
     tiles: the tiles chosen so far, by shape; ``models.load.kept_tiles`` fills it when a model is loaded.
     """
 
@@ -434,14 +436,30 @@ class Linears:
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
 
     def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
-        """The tile for x's rows, measured once per shape if there is a timer. None: torch's own product."""
+        """The tile for x's rows, checked once per shape, and measured if there is a timer. None: torch's own product.
+
+        A shape's first use is never inside a CUDA graph: programs are run once before they are captured.
+        """
         if x.shape[0] > LARGEST_ROWS and not self.deterministic:
             return None
         shape = self.shape(layer, x.shape[0])
         if shape not in self.tiles:
-            first = self.candidates(layer, x)[0]
-            self.tiles[shape] = first if self._timer is None else self.fastest(layer, x, self._timer)
+            timer, probe = self._timer, _probe(x, shape)
+            self.tiles[shape] = self.first_right(layer, probe) if timer is None else self.fastest(layer, x, timer)
         return self.tiles[shape]
+
+    def first_right(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
+        """The first candidate for x's rows whose product is right on this GPU.
+
+        Raises ParameterError if there is none in deterministic mode, which does not use torch's product.
+        """
+        expected = layer.run(x, None)
+        for tile in self.candidates(layer, x):
+            if tile is None or is_right(layer, x, tile, expected):
+                return tile
+        if self.deterministic:
+            raise ParameterError("deterministic", True, "False: every kernel computes wrong products on this GPU")
+        return None
 
     def fastest(self, layer: SmallRowLinear, x: Tensor, timer: Timer) -> LinearTile | None:
         """The fastest candidate for x's rows whose product is right on this GPU: a compiler had one of them wrong."""
@@ -450,6 +468,12 @@ class Linears:
         tiles = right or [None]
         timed = [(timer(lambda tile=tile: layer.run(x, tile)), place) for place, tile in enumerate(tiles)]  # type: ignore[misc]
         return tiles[min(timed)[1]]
+
+
+def _probe(x: Tensor, shape: Shape) -> Tensor:
+    """Random activations like x, which itself may be of a broken prompt, for a whole tile of rows."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(shape[2], shape[1], dtype=x.dtype, device=x.device, generator=generator)
 
 
 def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile, expected: Tensor) -> bool:

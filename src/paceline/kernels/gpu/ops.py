@@ -11,7 +11,7 @@ from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
-from paceline.core.sampling import draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.sampling import checked, draw_at_temperature, probabilities_at_temperature, shaped
 from paceline.core.values import Accepted, DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import with_path
@@ -56,7 +56,7 @@ class _ComposedOps(ABC):
         draws[:, :1] = self.draw(logits[:, :1], rows, 0, Purpose.DRAW)
         for place in range(1, 1 + width):  # siblings share a text position
             draws[:, place::width] = self.draw(logits[:, place::width].contiguous(), rows, 1, Purpose.DRAW)
-        accepted = accept_matching(draft, draws)
+        accepted = accept_matching(draft, checked(draws, logits, logits))
         assert accepted.path is not None, "trees have a path"
         return with_path(committed(draft, accepted, rows), accepted.path)
 
@@ -81,7 +81,7 @@ class ReferenceOps(_ComposedOps):
         return draw_at_temperature(logits, rows, first, purpose)
 
     def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
-        draws = draw_at_temperature(logits, rows)
+        draws = checked(draw_at_temperature(logits, rows), logits, logits)
         if synthetic is None:
             return committed(draft, accept_matching(draft, draws), rows)
         return committed(draft, accept_at_rate(draft, draws, rows, synthetic), rows)
@@ -89,11 +89,12 @@ class ReferenceOps(_ComposedOps):
     def _rejection(self, draft: DraftTensors, logits: Tensor, rows: RowState) -> Tensor:
         assert draft.logits is not None, "draft tokens without logits follow the coupled rule"
         p, q = (probabilities_at_temperature(table, rows) for table in (logits, draft.logits))
-        return committed(draft, accept_by_ratio(draft, p, q, rows), rows)
+        accepted = accept_by_ratio(draft, p, q, rows)
+        return committed(draft, accepted._replace(tokens=checked(accepted.tokens, logits, logits)), rows)
 
     def _own_logprobs(self, logits: Tensor, record: Tensor) -> Tensor:
         logits = logits.float()
-        own = logits.gather(-1, record[:, : logits.shape[1], None]).squeeze(-1)
+        own = logits.gather(-1, record[:, : logits.shape[1], None].clamp(min=0)).squeeze(-1)
         return own - logits.logsumexp(-1)
 
 

@@ -21,9 +21,26 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+def xielu(x: Tensor, shape: Tensor) -> Tensor:
+    """Return xIELU (arXiv 2411.13010) of x. shape: its numbers p, n, beta and eps [4]; alpha is a softplus of p and n.
+
+    alpha_p x^2 + beta x of positive x, else alpha_n (e^min(x, eps) - 1 - x) + beta x, alpha_n counted from beta.
+    """
+    p, n, beta, eps = shape.float().unbind()
+    alpha_p, alpha_n, wide = functional.softplus(p), beta + functional.softplus(n), x.float()
+    low = (wide.minimum(eps).expm1() - wide) * alpha_n
+    curved: Tensor = torch.where(wide > 0, alpha_p * wide * wide, low)
+    return (curved + beta * wide).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
+    "relu2": _relu2,
     "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
 }

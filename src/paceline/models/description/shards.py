@@ -70,6 +70,8 @@ class ModelShard:
         if len(set(spec.kv_layers)) > 1 or len(spec.kv_layers) < len(spec.layers) or spec.token_inputs is not None:
             allowed = "1 with heads of several widths, shared keys or per-layer embeddings, which are not split yet"
             raise ParameterError("tensor_parallel", self.ranks, allowed)
+        if any(attention.latent is not None for attention in spec.attentions):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")
         if any(attention.qk_norm == "all" for attention in spec.attentions):
             raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
         sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))

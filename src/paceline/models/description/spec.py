@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from paceline.core.cache import KVHeads
 from paceline.errors import ModelFormatError
 from paceline.kernels.delta import DeltaHeads
+from paceline.kernels.experts import Routing
 from paceline.kernels.mamba2 import Mamba2Heads
 from paceline.kernels.spec import Rotary as Rotary
 
@@ -27,11 +28,44 @@ def check(possible: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The norms of the hidden states: RMS norm, or layer norm. affine: whether they have weights."""
+    """The norms of the hidden states: RMS norm, or layer norm.
+
+    affine: whether they have weights, and layer norms biases, too. bias: False for layer norms with weights alone.
+    """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     affine: bool = True
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): one vector of a token stands for all heads.
+
+    A matrix makes each head's ``key_dim`` elements of a key and ``value_dim`` of a value from a vector of ``rank``
+    elements behind an RMS norm. ``rotary_dim`` more elements of a key, which all heads share, hold the position.
+    query_rank: width of the vector, behind an RMS norm, that a matrix makes the queries from; None: they are made from
+        the hidden states.
+    norm_eps: epsilon of both norms.
+    """
+
+    rank: int
+    rotary_dim: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        sizes = f"kv_lora_rank={self.rank}, qk_rope_head_dim={self.rotary_dim}, qk_nope_head_dim={self.key_dim}"
+        widths = self.rank, self.rotary_dim, self.key_dim, self.value_dim, self.query_rank or 1
+        check(min(widths) > 0, f"{sizes}, v_head_dim={self.value_dim}, q_lora_rank={self.query_rank}")
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query as the weights make it: ``key_dim`` elements, then those that are rotated."""
+        return self.key_dim + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -42,13 +76,19 @@ class AttentionSpec:
     window: sliding window in positions; None: full attention.
     scale: factor of the scores; None: head_dim ** -0.5.
     bias: of queries, keys and values. output_bias: of the output projection.
-    qk_norm: RMS norm of queries and keys before the rotation, over each head ("head") or over all heads together
-        ("all"); its epsilon is qk_norm_eps.
+    interleaved: whether neighbouring elements of a head turn together, (2 i, 2 i + 1), as the weights are stored;
+        backends rotate (i, n + i), see ``mixers.in_order``.
+    qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads together ("all"); its epsilon is
+        qk_norm_eps. It stands before the rotation, or behind it (norm_after). qk_affine: whether it has weights.
+    cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
+    gates_apart: whether the gates have a matrix of their own.
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
+    latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
+        which is also its value. So kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
 
     heads: int
@@ -61,11 +101,17 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_eps: float = 1e-6
+    norm_after: bool = False
+    qk_affine: bool = True
+    interleaved: bool = False
+    cap: float | None = None
     sinks: bool = False
     gated: bool = False
+    gates_apart: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}, head_dim={self.head_dim}"
@@ -73,6 +119,14 @@ class AttentionSpec:
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
+        assert self.qk_norm is None or not self.interleaved, "the norms' weights are in the stored order"
+
+    @property
+    def cached(self) -> KVHeads:
+        """What the cache holds of a token."""
+        if self.latent is None:
+            return KVHeads(self.kv_heads, self.head_dim)
+        return KVHeads(1, self.head_dim, self.latent.rank, values_in_keys=True)
 
     @property
     def query_width(self) -> int:
@@ -103,7 +157,10 @@ class DeltaNetSpec(DeltaHeads):
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A dense MLP. width: inner width. gated: down(activation(gate(x)) * up(x)), else down(activation(up(x)))."""
+    """A dense MLP. width: inner width. gated: down(activation(gate(x)) * up(x)), else down(activation(up(x))).
+
+    activation: a name in ``kernels.gpu.steps``, or "xielu", which has four stored numbers and no gate.
+    """
 
     width: int
     activation: str = "silu"
@@ -116,9 +173,9 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised: whether the weights of the outputs are a softmax over the chosen experts' scores, which is one over all
-        divided by the sum of the chosen; else over all.
-    router_bias: whether the router's scores have a bias.
+    normalised, sigmoid, groups, used_groups, group_best: see ``Routing``.
+    router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
+    output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
@@ -129,7 +186,13 @@ class ExpertsSpec:
     used: int
     expert: MLPSpec
     normalised: bool = False
+    sigmoid: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
+    correction: bool = False
+    output_scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
     scores_scale: float = 1.0
@@ -139,6 +202,14 @@ class ExpertsSpec:
     def __post_init__(self) -> None:
         possible = type(self.used) is int and type(self.count) is int and 0 < self.used <= self.count
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
+        groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
+        check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
+
+    @property
+    def routing(self) -> Routing:
+        """How a token's experts follow from the scores."""
+        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups, self.group_best)
 
 
 @dataclass(frozen=True)
@@ -161,7 +232,7 @@ class ShortConvSpec:
 
 RecurrentSpec: TypeAlias = DeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec: TypeAlias = AttentionSpec | RecurrentSpec
-NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum"]
+NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +240,8 @@ class LayerSpec:
     """One layer: a mixer over tokens, then an MLP over each token's elements.
 
     norms: where the norms of both parts f stand:
-        "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x)).
+        "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x));
+        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm).
     scaled: whether a stored number multiplies the layer's output.
     """
 
@@ -177,6 +249,7 @@ class LayerSpec:
     mlp: MLPSpec | ExpertsSpec
     norms: NormPlaces = "before"
     scaled: bool = False
+    one_norm: bool = False
 
     @property
     def attention(self) -> AttentionSpec:
@@ -220,14 +293,16 @@ class DecoderSpec:
     max_positions: longest sequence in tokens that the model was trained for.
     learned_positions: whether a table of positions is added to the embedding; position_offset is added to its index.
     embed_width: width of the token embedding, which may differ from ``width`` (OPT-350m).
-    embed_scale: factor of the token embedding.
+    embed_scale: factor of the token embedding. embed_norm: whether a norm stands behind it.
     residual_scale: the hidden states between layers are the published model's divided by this number.
     logits_scale: factor of the logits, before logits_cap.
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
-    tied: whether the output head is the token embedding.
+    tied: whether the output head is the token embedding. head_bias: whether the output head has a bias.
     headless: whether the checkpoint may lack an output head: its configuration names a model without one. The embedding
         then stands in its place, and texts are embedded only.
     token_inputs: what every layer reads of each token besides; None: nothing.
+    mtp: whether it is a draft head of another model (multi-token prediction): its first layer's input is fc(norm of a
+        token's embedding, norm of a hidden state); embedding and output head are the other model's.
     """
 
     family: str
@@ -245,8 +320,11 @@ class DecoderSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     tied: bool = False
+    embed_norm: bool = False
+    head_bias: bool = False
     headless: bool = False
     token_inputs: TokenInputsSpec | None = None
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         check(self.max_positions > 0, f"max_position_embeddings={self.max_positions}")
@@ -258,8 +336,8 @@ class DecoderSpec:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether every layer is attention, without gates or sinks."""
-        return not self.recurrent and not any(attention.gated or attention.sinks for attention in self.attentions)
+        """Whether every layer is attention with keys and values of its own heads, without gates or sinks."""
+        return not self.recurrent and not any(a.gated or a.sinks or a.latent for a in self.attentions)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
@@ -269,7 +347,7 @@ class DecoderSpec:
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
         """The key heads of every layer that has keys and values of its own, in the order of the cache's layers."""
-        return tuple(KVHeads(a.kv_heads, a.head_dim) for a in self.attentions if a.reads_layer is None)
+        return tuple(attention.cached for attention in self.attentions if attention.reads_layer is None)
 
     @property
     def places(self) -> tuple[int, ...]:

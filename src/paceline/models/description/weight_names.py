@@ -3,11 +3,13 @@
 Paceline's names: ``embed``, ``positions``, ``norm``, ``head``, ``project_in``, ``project_out``, and per layer
 ``layers.N.`` followed by ``q``, ``k``, ``v`` (or ``qkv``), ``o``, ``gate``, ``up`` (or ``gate_up``), ``down`` and the
 norms ``attn_norm``, ``mlp_norm`` (before), ``attn_out_norm``, ``mlp_out_norm`` (after), ``q_norm``, ``k_norm``.
+Latent attention has ``q_a``, ``q_a_norm`` and ``q_b`` (or ``q``), ``kv_a``, ``kv_a_norm``, ``kv_b`` and ``o``.
 Inputs by token (``TokenInputsSpec``) are ``input_table``, ``input_project``, ``input_norm``, and per layer
 ``input_gate``, ``input_out``, ``input_out_norm``; a number that scales a layer's output is ``scale.weight``. A
 mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or
 ``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on. Factors of the experts' outputs
-are ``experts_scale.weight``; norms of a mixture's own are named in ``weights.EXPERTS_NORMS``.
+are ``experts_scale.weight``; norms of a mixture's own are named in ``weights.EXPERTS_NORMS``. What a draft head reads
+(``DecoderSpec.mtp``) goes through ``mtp.fc``, ``mtp.embedding_norm`` and ``mtp.hidden_norm``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from dataclasses import dataclass
 
 # gguf_config itself reads those of GGUF files
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight")
+
+
+def ignoring(pattern: str) -> re.Pattern[str]:
+    """Return the names of tensors that are no weights of a decoder, and of those that match the pattern as a whole."""
+    return re.compile(f"{_FREQUENCIES.pattern}|{pattern}")
+
+
+OWN_HEAD = ignoring(r"mtp\..*")
+"""With the tensors of a draft head in the model's own files."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -17,6 +17,7 @@ from paceline.models.description.spec import (
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     Mamba2Spec,
     MixerSpec,
@@ -78,6 +79,8 @@ class Slot:
     experts: number of matrices that the target has side by side; 0: it is one matrix. expert: the one that the weight
         belongs to; None: it has rows of all.
     source: name of the weight that is stored for this one, too; None: its own.
+    order: takes the weight's rows of the stored ones, in their order here; None: they are as stored.
+    stored: shape of the stored tensor; None: the weight's.
     """
 
     target: str
@@ -87,6 +90,8 @@ class Slot:
     experts: int = 0
     expert: int | None = None
     source: str | None = None
+    order: Callable[[Tensor], Tensor] | None = None
+    stored: tuple[int, ...] | None = None
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -116,7 +121,7 @@ def _vector(name: str, width: int) -> Slots:
 
 
 def _norm_slots(spec: DecoderSpec, name: str) -> Slots:
-    suffixes = ("weight", "bias") if spec.norm.kind == "layer" else ("weight",)
+    suffixes = ("weight", "bias") if spec.norm.kind == "layer" and spec.norm.bias else ("weight",)
     for suffix in suffixes if spec.norm.affine else ():
         yield from _vector(f"{name}.{suffix}", spec.width)
 
@@ -136,32 +141,72 @@ def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], lay
     return {target: sum(parts.values())} if f"{layer}{target}.weight" in stored else parts
 
 
+def _latent_slots(spec: AttentionSpec, latent: LatentSpec, width: int, layer: str) -> Slots:
+    queries = spec.heads * latent.query_dim
+    first = {"q": queries} if latent.query_rank is None else {"q_a": latent.query_rank}
+    yield from _linear_slots("qkv", {**first, "kv_a": latent.rank + latent.rotary_dim}, width, spec.bias, layer)
+    if latent.query_rank is not None:
+        yield from _vector(f"{layer}q_a_norm.weight", latent.query_rank)
+        yield from _linear_slots("q_b", {"q_b": queries}, latent.query_rank, False, layer)
+    yield from _vector(f"{layer}kv_a_norm.weight", latent.rank)
+    both = spec.heads * (latent.key_dim + latent.value_dim)
+    yield from _linear_slots("kv_b", {"kv_b": both}, latent.rank, False, layer)
+    yield from _linear_slots("o", {"o": width}, spec.heads * latent.value_dim, spec.output_bias, layer)
+
+
 def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
-    queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
+    if spec.latent is not None:
+        yield from _latent_slots(spec, spec.latent, width, layer)
+        return
+    queries = spec.query_width * (2 if spec.gated and not spec.gates_apart else 1)  # a head's gate behind its query
     own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    gates = {"attn_gate": spec.query_width} if spec.gates_apart else {}
     for name, slot in _linear_slots(
-        "qkv", _stacked("qkv", {"q": queries, **own}, stored, layer), width, spec.bias, layer
+        "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
     ):
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
-    if spec.qk_norm is not None:
+    if spec.qk_norm is not None and spec.qk_affine:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
         if own:
             yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
 
 
-def _delta_slots(spec: DeltaNetSpec, width: int, layer: str) -> Slots:
-    heads, values = spec.value_heads, spec.value_heads * spec.value_dim
-    yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
-    yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
+def _delta_slots(spec: DeltaNetSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
+    heads, values, shared = spec.value_heads, spec.value_heads * spec.value_dim, spec.value_heads // spec.key_heads
+    of_values = shared * spec.value_dim
+    if f"{layer}in_qkvz.weight" in stored:
+        yield _by_key_head(
+            f"{layer}in_qkvz", f"{layer}qkv", (spec.key_dim, spec.key_dim, of_values, of_values), spec, width
+        )
+    else:
+        yield from _linear_slots("qkv", {"in_qkv": spec.channels, "out_gate": values}, width, False, layer)
+    if f"{layer}beta_decay.weight" in stored:
+        yield _by_key_head(f"{layer}beta_decay", f"{layer}beta_decay", (shared, shared), spec, width)
+    else:
+        yield from _linear_slots("beta_decay", {"beta": heads, "decay": heads}, width, False, layer)
     yield from _linear_slots("o", {"o": width}, values, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer)
     for name, size in {"decay_rate": heads, "decay_bias": heads, "delta_norm": spec.value_dim}.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _by_key_head(name: str, target: str, parts: Sequence[int], spec: DeltaNetSpec, width: int) -> tuple[str, Slot]:
+    """Return the slot of a matrix whose rows are stored key head by key head (Qwen3-Next).
+
+    parts: rows of a key head in each part of the matrix, which are apart in the target.
+    """
+    total = spec.key_heads * sum(parts)
+
+    def order(rows: Tensor) -> Tensor:
+        by_head = rows.reshape(spec.key_heads, sum(parts), *rows.shape[1:])
+        return torch.cat([part.flatten(0, 1) for part in by_head.split_with_sizes(list(parts), 1)])
+
+    return f"{name}.weight", Slot(f"{target}.weight", (total, width), total=total, order=order)
 
 
 def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slots:
@@ -171,12 +216,27 @@ def _conv_slots(channels: int, taps: int, layer: str, bias: bool = False) -> Slo
 
 
 def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
-    yield from _linear_slots("qkv", {"qkv": spec.width + spec.channels + spec.heads}, width, False, layer)
+    yield from _in_proj_slots(spec, width, layer)
     yield from _linear_slots("o", {"o": width}, spec.width, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer, spec.conv_bias)
     sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": spec.width}
     for name, size in sizes.items():
         yield from _vector(f"{layer}{name}.weight", size)
+
+
+def _in_proj_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
+    """Yield the slots of one stored matrix: gates of the output, channels and steps, in another order than here."""
+    inner, channels, whole = spec.width, spec.channels, (spec.width + spec.channels + spec.heads, width)
+
+    def rows(target: str, chosen: slice, first: int, total: int) -> Slot:
+        shape, source = (chosen.stop - chosen.start, width), f"{layer}in_proj.weight"
+        return Slot(
+            f"{layer}{target}.weight", shape, first, total, source=source, order=lambda x: x[chosen], stored=whole
+        )
+
+    yield f"{layer}in_qkv.weight", rows("qkv", slice(inner, inner + channels), 0, inner + channels)
+    yield f"{layer}out_gate.weight", rows("qkv", slice(0, inner), channels, inner + channels)
+    yield f"{layer}step.weight", rows("step", slice(inner + channels, whole[0]), 0, spec.heads)
 
 
 def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
@@ -187,7 +247,7 @@ def _short_conv_slots(spec: ShortConvSpec, width: int, layer: str) -> Slots:
 
 def _mixer_slots(spec: MixerSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     if isinstance(spec, DeltaNetSpec):
-        return _delta_slots(spec, width, layer)
+        return _delta_slots(spec, width, layer, stored)
     if isinstance(spec, Mamba2Spec):
         return _mamba2_slots(spec, width, layer)
     if isinstance(spec, ShortConvSpec):
@@ -201,8 +261,17 @@ def _mlp_slots(spec: MLPSpec, width: int, layer: str, stored: Collection[str]) -
         yield from _linear_slots("gate_up", parts, width, spec.bias, layer)
     else:
         yield from _linear_slots("up", {"up": spec.width}, width, spec.bias, layer)
+    if spec.activation == "xielu":
+        for place, name in enumerate(XIELU):
+            yield f"{layer}{name}.weight", Slot(f"{layer}xielu.weight", (1,), place, len(XIELU))
     yield from _linear_slots("down", {"down": width}, spec.width, spec.bias, layer)
 
+
+# Numbers of the activation xIELU (arXiv 2411.13010); those of alpha before their softplus
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
+_MATRICES = 3  # dimensions of the matrices of all experts
+_EXACT = frozenset({"router_correction"})  # whose small differences choose experts, so they are never rounded
 
 # Of a mixture and the MLP beside it, in the order of ``kernels.spec.ExpertsNorms``
 EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_norm")
@@ -211,6 +280,8 @@ EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
     inner = spec.expert.width
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
+    if spec.correction:
+        yield from _vector(f"{layer}router_correction.weight", spec.count)
     gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
     yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
@@ -262,6 +333,7 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
     "before": ("attn_norm", "mlp_norm"),
     "after_sum": ("attn_norm", "mlp_norm"),
     "after": ("attn_out_norm", "mlp_out_norm"),
+    "parallel": ("attn_norm", "mlp_norm"),
     "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
 }
 
@@ -273,7 +345,9 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
     else:
         yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
-        yield from _norm_slots(spec, f"{name}{norm}")
+        for own, slot in _norm_slots(spec, f"{name}{norm}"):
+            shared = layer.one_norm and norm == "mlp_norm"
+            yield own, replace(slot, source=own.replace("mlp_norm", "attn_norm")) if shared else slot
     if layer.scaled:
         yield from _vector(f"{name}scale.weight", 1)
     if spec.token_inputs is not None:
@@ -282,22 +356,28 @@ def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collect
         yield from _norm_slots(spec, f"{name}input_out_norm")
 
 
+def _mtp_slots(spec: DecoderSpec) -> Slots:
+    yield from _linear_slots("mtp.fc", {"mtp.fc": spec.width}, 2 * spec.width, False)
+    for norm in ("mtp.embedding_norm", "mtp.hidden_norm"):
+        yield from _norm_slots(spec, norm)
+
+
 def slots(spec: DecoderSpec, stored: Collection[str] = ()) -> dict[str, Slot]:
     """Return the slot of every weight that a model has, by paceline's name.
 
     stored: names that a checkpoint has; they tell which stacked matrices it has whole and which in parts.
     """
     vocab, embed, width = spec.vocab_size, spec.embed_width, spec.width
-    found = dict(_linear_slots("embed", {"embed": vocab}, embed, False))
+    found = dict(_mtp_slots(spec) if spec.mtp else _linear_slots("embed", {"embed": vocab}, embed, False))
     if spec.learned_positions:
         found |= _linear_slots("positions", {"positions": spec.max_positions + spec.position_offset}, width, False)
     if embed != width:
         found |= _linear_slots("project_in", {"project_in": width}, embed, False)
         found |= _linear_slots("project_out", {"project_out": embed}, width, False)
-    if spec.final_norm:
-        found |= _norm_slots(spec, "norm")
-    if not spec.tied:
-        found |= _linear_slots("head", {"head": vocab}, embed, False)
+    for norm, present in (("embed_norm", spec.embed_norm), ("norm", spec.final_norm)):
+        found |= _norm_slots(spec, norm) if present else ()
+    if not spec.tied and not spec.mtp:
+        found |= _linear_slots("head", {"head": vocab}, embed, spec.head_bias)
     if spec.token_inputs is not None:
         inputs = len(spec.layers) * spec.token_inputs.width
         found |= _linear_slots("input_table", {"input_table": vocab}, inputs, False)
@@ -338,6 +418,12 @@ class Placement:
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
         turned = destination.mT if self.transposed else destination
+        if self.slot.order is not None:
+            whole = torch.empty(self.stored.shape, dtype=turned.dtype, device=turned.device)
+            self.stored.unpack_into(whole)
+            turned.copy_(self.slot.order(whole))
+            return None
+        turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
         if not self.interleaved:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
@@ -424,8 +510,9 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
     """Raise ModelFormatError if there are any names. problem: a verb such as "misses"."""
     if names:
         others = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        kind = "draft head" if spec.mtp else "model"
         raise ModelFormatError(
-            f"{where}: a {spec.family} model {problem} the weights {', '.join(names[:4])}{others}; the files are "
+            f"{where}: a {spec.family} {kind} {problem} the weights {', '.join(names[:4])}{others}; the files are "
             "incomplete or belong to another kind of model"
         )
 
@@ -433,29 +520,41 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
 def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
-    wanted = (*slot.shape[:-2], *slot.shape[:-3:-1]) if transposed else slot.shape
-    if tuple(stored.shape) != wanted:
+    shape = slot.stored or slot.shape
+    wanted = (*shape[:-2], *shape[:-3:-1]) if transposed else shape
+    if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
+    plus_one = suffix == "weight" and part in names.plus_one
+    return Placement(slot, stored, where, transposed, plus_one, part in names.interleaved)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without dimensions of one: numbers and vectors may be stored with some."""
+    return tuple(size for size in shape if size != 1) if len(shape) < _MATRICES else shape
 
 
 def assemble(placements: Sequence[Placement], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Return the model's tensors by name. Each stored tensor is read once, directly into its destination."""
-    shared = {p.slot.target: _shareable(p, dtype, device) for p in placements}
+    shared = {p.slot.target: _shareable(p, _dtype_of(p, dtype), device) for p in placements}
     tensors = {name: tensor for name, tensor in shared.items() if tensor is not None}
     copied = [p for p in placements if p.slot.target not in tensors]
     for p in copied:
         if p.slot.target not in tensors:
-            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=dtype, device=device)
+            tensors[p.slot.target] = torch.empty(p.slot.target_shape, dtype=_dtype_of(p, dtype), device=device)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         deque(pool.map(lambda p: _fill(p, tensors[p.slot.target]), copied), maxlen=0)
     return tensors
 
 
+def _dtype_of(placement: Placement, usual: torch.dtype) -> torch.dtype:
+    return torch.float32 if placement.slot.target.split(".")[-2] in _EXACT else usual
+
+
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    changed = placement.transposed or placement.interleaved or placement.plus_one or slot.target_shape != slot.shape
+    moved = placement.transposed or placement.interleaved or slot.order is not None
+    changed = moved or placement.plus_one or slot.target_shape != tuple(stored.shape)
     if not isinstance(stored, LoadedTensor) or changed:
         return None
     return stored.tensor if stored.tensor.dtype == dtype and stored.tensor.device == device else None

@@ -12,8 +12,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
-from paceline.models.families import FAMILIES, GGUF_FAMILIES
+from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES
 from paceline.models.families.base import Family, GGUFForm
 from paceline.models.files.boundary import brief
 from paceline.models.files.gguf import GGUFFile, TextArray
@@ -29,6 +30,7 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
 }
 _NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
 _WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of experts may have the second alone
@@ -110,7 +112,9 @@ def check(file: GGUFFile) -> None:
 
 def _family(file: GGUFFile) -> Family:
     name = file.metadata.get("general.architecture")
-    family = GGUF_FAMILIES.get(name) if isinstance(name, str) else None
+    has_experts = bool(file.metadata.get(f"{name}.expert_count"))
+    by_name = {**GGUF_FAMILIES, **GGUF_MIXTURES} if has_experts else GGUF_FAMILIES
+    family = by_name.get(name) if isinstance(name, str) else None
     if family is None:
         raise ModelFormatError(
             f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(GGUF_FAMILIES)}. "
@@ -237,7 +241,7 @@ def _scales_windows(spec: DecoderSpec) -> bool:
 
 
 def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> LayerSpec:
-    """Return the layer with the rotary scaling and the biases that the file has."""
+    """Return the layer with the rotary scaling, the biases and the norms of queries and keys that the file has."""
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
@@ -252,6 +256,7 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> 
         rotary=rotary,
         bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=layer.attention.qk_norm if any(".attn_q_norm." in name for name in file.tensors) else None,
     )
     return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
@@ -268,10 +273,13 @@ def _with_factors(rotary: Rotary, name: str, stored: PackedTensor, metadata: Map
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()), scaling=scaling)
 
 
-def head_tensors(file: GGUFFile) -> Mapping[str, StoredTensor]:
-    """Return the tensors of the file's own draft head, named as in safetensors files; none if it has no head."""
-    head, block = form(file).head, _head_block(file)
-    return {} if head is None or block is None else head(file.tensors, block)
+def head_tensors(file: GGUFFile) -> tuple[WeightNames, Mapping[str, StoredTensor]]:
+    """Return the tensors of the file's own draft head, and their names; none if it has no head."""
+    names, block = form(file).head, _head_block(file)
+    if names is None or block is None:
+        return WeightNames({}), {}
+    tensors = file.tensors.items()
+    return names, {name: _ordered(name, stored, {}) for name, stored in tensors if name.startswith(f"blk.{block}.")}
 
 
 def is_head_alone(file: GGUFFile) -> bool:
@@ -294,10 +302,17 @@ def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
     """
     attention = spec.attentions[0]
     heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if form(file).paired else {}
-    return form(file).adapt({name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}, spec)
+    stored = {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
+    return {**form(file).adapt(stored, spec), **form(file).constants(file.metadata, spec)}
 
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(stored.shape) == 1:
+        return dataclasses.replace(stored, shape=(1, *stored.shape))  # llama.cpp drops dimensions of one
+    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
+    if name.endswith(".ssm_norm.weight") and len(stored.shape) == 2:
+        return dataclasses.replace(stored, shape=(stored.shape[0] * stored.shape[1],))  # a line for each group
     part = next((part for part in heads if f".{part}." in name), None)
     if part is None:
         return stored

@@ -25,7 +25,7 @@ def describe(config: PretrainedConfig) -> DecoderSpec | None:
     return without_residual_scale(scaled, float(config.residual_multiplier))
 
 
-_MULTIPLIERS = {
+MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -33,16 +33,22 @@ _MULTIPLIERS = {
 }
 
 
-def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def multipliers_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration's multipliers from GGUF metadata."""
+    return {ours: metadata[theirs] for theirs, ours in MULTIPLIERS.items() if theirs in metadata}
+
+
+def fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the multipliers; refuse a file that says that nothing is rotated."""
     if metadata.get("rope.scaling.finetuned") is False:  # llama.cpp's way to say that nothing is rotated
         raise ModelFormatError("rope.scaling.finetuned=false: a Granite without rotary positions")
-    return {ours: metadata[theirs] for theirs, ours in _MULTIPLIERS.items() if theirs in metadata}
+    return multipliers_of(metadata)
 
 
 FAMILY = Family(
     "granite",
     describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm(("granite",), WeightNames(LLAMA_GGUF_NAMES), fields=_fields, reads=frozenset(_MULTIPLIERS), paired=True),
+    GGUFForm(("granite",), WeightNames(LLAMA_GGUF_NAMES), fields=fields, reads=frozenset(MULTIPLIERS), paired=True),
     other_types=("granite4_vision_text",),
 )

@@ -1,16 +1,33 @@
-"""Granite 4 without experts: Mamba-2 layers with attention after every few of them, or attention alone."""
+"""Granite 4: Mamba-2 layers with attention after every few of them, or attention alone; also with experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import PretrainedConfig
 
-from paceline.models.description.spec import DecoderSpec, LayerSpec, Mamba2Spec, MLPSpec, Rotary, without_residual_scale
+from paceline.models.description.spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    Rotary,
+    without_residual_scale,
+)
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, attention_of, biases_of, decoder_of
+from paceline.models.families import granite, granitemoe, mamba2
+from paceline.models.families.base import (
+    ACTIVATION_NAMES,
+    GGUF_EXPERTS,
+    LLAMA_NAMES,
+    Family,
+    GGUFForm,
+    attention_of,
+    biases_of,
+    decoder_of,
+)
 from paceline.models.families.rotary import head_dim, plain_rotary, rotary_of, without_positions
-
-_KINDS = {"full_attention", "linear_attention"}
-_NO_LIMIT = (0.0, float("inf"))
 
 
 def _rotary(config: PretrainedConfig) -> Rotary | None:
@@ -20,40 +37,57 @@ def _rotary(config: PretrainedConfig) -> Rotary | None:
     return without_positions(plain_rotary(1.0, head_dim(config)))
 
 
-def _mamba(config: PretrainedConfig) -> Mamba2Spec:
-    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
-    return Mamba2Spec(*sizes, conv_bias=bool(config.mamba_conv_bias), norm_eps=config.rms_norm_eps)
+def _mlp(config: PretrainedConfig) -> MLPSpec | ExpertsSpec:
+    shared = MLPSpec(config.shared_intermediate_size)
+    if not config.num_local_experts:
+        return shared
+    sizes = config.num_local_experts, config.num_experts_per_tok, MLPSpec(config.intermediate_size)
+    return ExpertsSpec(*sizes, normalised=True, shared=shared)
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    """Describe a model without experts; None for others, and for one whose steps are limited."""
-    rotary, kinds = _rotary(config), set(config.layer_types)
-    plain = not config.mamba_proj_bias and config.time_step_limit in (None, _NO_LIMIT)
-    if rotary is None or not plain or config.num_local_experts or not {"full_attention"} <= kinds <= _KINDS:
+    """Describe a model; None for one whose Mamba-2 layers have biases or limited steps."""
+    rotary, mamba, kinds = _rotary(config), mamba2.mamba_of(config), set(config.layer_types)
+    if rotary is None or mamba is None or not {"full_attention"} <= kinds <= mamba2.KINDS:
         return None
     if ACTIVATION_NAMES.get(config.hidden_act) != "silu":
         return None
     attention = attention_of(config, rotary=rotary, scale=float(config.attention_multiplier), **biases_of(config))
-    mamba, mlp = _mamba(config), MLPSpec(config.shared_intermediate_size)
     mixers = (mamba if kind == "linear_attention" else attention for kind in config.layer_types)
     scales = {"embed_scale": float(config.embedding_multiplier), "logits_scale": 1.0 / float(config.logits_scaling)}
-    spec = decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), **scales)
+    spec = decoder_of(config, (LayerSpec(mixer, _mlp(config)) for mixer in mixers), **scales)
     return without_residual_scale(spec, float(config.residual_multiplier))
 
 
 _NAMES = {
     **LLAMA_NAMES,
-    "layers.{}.mamba.in_proj": "layers.{}.qkv",
-    "layers.{}.mamba.conv1d": "layers.{}.conv",
-    "layers.{}.mamba.A_log": "layers.{}.decay_rate.weight",
-    "layers.{}.mamba.dt_bias": "layers.{}.step_bias.weight",
-    "layers.{}.mamba.D": "layers.{}.skip.weight",
-    "layers.{}.mamba.norm": "layers.{}.mamba_norm",
-    "layers.{}.mamba.out_proj": "layers.{}.o",
-    "layers.{}.shared_mlp.input_linear": "layers.{}.gate_up",
-    "layers.{}.shared_mlp.output_linear": "layers.{}.down",
+    **mamba2.MAMBA,
+    **granitemoe.MIXED_NAMES,
 }
 
+
+def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ. Bamba has this architecture, too: with rotary positions, without multipliers."""
+    width = int(metadata["embedding_length"]) // int(metadata["attention.head_count"])
+    own = {
+        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", True) else None,
+        "shared_intermediate_size": metadata.get("expert_shared_feed_forward_length", metadata["feed_forward_length"]),
+        "num_local_experts": metadata.get("expert_count", 0),
+        "num_experts_per_tok": metadata.get("expert_used_count", 0),
+        "attention_multiplier": width**-0.5,
+    }
+    return own | mamba2.gguf_fields(metadata) | granite.multipliers_of(metadata)
+
+
+_SHARED = {f"blk.{{}}.ffn_{part}_shexp": f"layers.{{}}.{part}" for part in ("gate", "up", "down")}
+_FORM = GGUFForm(
+    ("granitehybrid",),
+    WeightNames({**mamba2.GGUF_NAMES, **GGUF_EXPERTS, **_SHARED}),
+    fields=_fields,
+    reads=frozenset({"expert_count", *granite.MULTIPLIERS}),
+    paired=True,
+    adapt=mamba2.gguf_adapt,
+)
 _USUAL = {"num_local_experts": 0, "layer_types": [*["linear_attention"] * 31, "full_attention"]}
 
-FAMILY = Family("granitemoehybrid", _describe, WeightNames(_NAMES, prefixes=("model.",)), usual=_USUAL)
+FAMILY = Family("granitemoehybrid", _describe, WeightNames(_NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
@@ -17,8 +18,7 @@ from paceline.models.description.spec import (
     check,
 )
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.description.weights import StoredTensor
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, ChangedTensor, Family, GGUFForm, decoder_of
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, decoder_of
 from paceline.models.families.rotary import head_dim, rotary_of
 
 _KINDS = {"full_attention", "conv"}
@@ -36,17 +36,22 @@ def _inner_width(config: PretrainedConfig) -> int:
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
+    return describe(config, [MLPSpec(_inner_width(config))] * len(config.layer_types))
+
+
+def describe(config: PretrainedConfig, mlps: Sequence[MLPSpec | ExpertsSpec]) -> DecoderSpec | None:
+    """Describe a model with the MLPs of its layers; None if a configuration asks for more."""
     rotary, eps = rotary_of(config), config.norm_eps
     if rotary is None or config.conv_bias or not {"full_attention"} <= set(config.layer_types) <= _KINDS:
         return None
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     attention = AttentionSpec(*heads, rotary=rotary, qk_norm="head", qk_norm_eps=eps)
-    conv, mlp = ShortConvSpec(config.conv_L_cache), MLPSpec(_inner_width(config))
+    conv = ShortConvSpec(config.conv_L_cache)
     mixers = (conv if kind == "conv" else attention for kind in config.layer_types)
-    return decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), norm=NormSpec("rms", eps))
+    return decoder_of(config, map(LayerSpec, mixers, mlps), norm=NormSpec("rms", eps))
 
 
-_NAMES = {
+NAMES = {
     "embed_tokens": LLAMA_NAMES["embed_tokens"],
     "lm_head": LLAMA_NAMES["lm_head"],
     "embedding_norm": "norm",
@@ -65,7 +70,7 @@ _NAMES = {
 }
 
 
-def _gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the layers: those without key heads are convolutions. The width of the MLP is final."""
     counts = metadata["attention.head_count_kv"]
     check(isinstance(counts, list), f"attention.head_count_kv={counts!r}, which must tell the kinds of the layers")
@@ -79,24 +84,14 @@ def _gguf_fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _with_groups(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> dict[str, StoredTensor]:
-    """Return the tensors with the convolutions' filters [width, 1, taps], which files store as [width, taps]."""
-    return {
-        name: ChangedTensor(stored, (stored.shape[0], 1, *stored.shape[1:]), lambda filters: filters)
-        if name.endswith(".shortconv.conv.weight")
-        else stored
-        for name, stored in tensors.items()
-    }
-
-
-_GGUF_NAMES = {
+GGUF_NAMES = {
     **LLAMA_GGUF_NAMES,
     "token_embd_norm": "norm",
     "blk.{}.shortconv.in_proj": "layers.{}.qkv",
     "blk.{}.shortconv.conv": "layers.{}.conv",
     "blk.{}.shortconv.out_proj": "layers.{}.o",
 }
-_FORM = GGUFForm(("lfm2",), WeightNames(_GGUF_NAMES), fields=_gguf_fields, adapt=_with_groups)
+_FORM = GGUFForm(("lfm2",), WeightNames(GGUF_NAMES), fields=gguf_fields)
 _USUAL = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}  # of 350M to 1.2B parameters
 
-FAMILY = Family("lfm2", _describe, WeightNames(_NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)
+FAMILY = Family("lfm2", _describe, WeightNames(NAMES, prefixes=("model.",)), _FORM, usual=_USUAL)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MLPSpec
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of
+from paceline.models.families.base import ACTIVATION_NAMES, LLAMA_NAMES, Family, decoder_of, mtp_names
 from paceline.models.families.qwen3_5_gguf import FORM
 from paceline.models.families.rotary import head_dim, rotary_of
 
@@ -17,11 +18,11 @@ _NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"})  # sto
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    return describe(config, MLPSpec(config.intermediate_size))
+    return describe(config, [MLPSpec(config.intermediate_size)] * len(config.layer_types))
 
 
-def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpec | None:
-    """Describe a model with this MLP in every layer; None if a configuration asks for more."""
+def describe(config: PretrainedConfig, mlps: Sequence[MLPSpec | ExpertsSpec]) -> DecoderSpec | None:
+    """Describe a model with the MLPs of its layers; None if a configuration asks for more."""
     rotary = rotary_of(config)
     if rotary is None or config.attention_bias or not {"full_attention"} <= set(config.layer_types) <= _KINDS:
         return None
@@ -40,7 +41,7 @@ def describe(config: PretrainedConfig, mlp: MLPSpec | ExpertsSpec) -> DecoderSpe
     )
     mixers = (delta if kind == "linear_attention" else attention for kind in config.layer_types)
     tied = bool(config.tie_word_embeddings)  # a head that differs is found in the files
-    return decoder_of(config, (LayerSpec(mixer, mlp) for mixer in mixers), tied=tied)
+    return decoder_of(config, map(LayerSpec, mixers, mlps), tied=tied)
 
 
 NAMES = WeightNames(
@@ -61,4 +62,4 @@ NAMES = WeightNames(
     plus_one=_NORMS,
 )
 
-FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, has_head=True)
+FAMILY = Family("qwen3_5_text", _describe, NAMES, FORM, mtp_names(NAMES))

@@ -1,14 +1,15 @@
-"""How llama.cpp stores Qwen3.5 in GGUF files (architectures qwen35 and, with experts, qwen35moe).
+"""How llama.cpp stores Qwen3.5 and Qwen3-Next in GGUF files (architectures qwen35, qwen35moe and qwen3next).
 
-Its value heads are ordered so that those of one key head lie apart, decays are stored as -exp(A_log), and all norms
-around 1. The draft head is one more block behind the layers, with tensors named ``nextn``.
+Qwen3.5's value heads are ordered so that those of one key head lie apart; Qwen3-Next's are not, and its rows of beta
+and decay lie together by key head. Decays are stored as -exp(A_log), and all norms around 1. The draft head of Qwen3.5
+is one more block behind the layers, with tensors named ``nextn``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from paceline.models.families.base import (
     ChangedTensor,
     GGUFForm,
     gguf_expert_fields,
+    gguf_mtp_names,
 )
 
 
@@ -51,8 +53,14 @@ def _grouped(values: Tensor, spec: DeltaNetSpec, dim: int, width: int) -> Tensor
     return values.reshape(sizes).transpose(dim, dim + 1).reshape(values.shape)
 
 
-def _changes(spec: DeltaNetSpec) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return how the tensors of a recurrent layer change, by the end of their names."""
+_Changes: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]  # of a recurrent layer's tensors, by their names' ends
+
+
+def _log_of_decay(_: DeltaNetSpec) -> _Changes:
+    return {"ssm_a": lambda values: (-values).log()}
+
+
+def _changes(spec: DeltaNetSpec) -> _Changes:
     keys, width = 2 * spec.key_heads * spec.key_dim, spec.value_dim
 
     def behind_keys(values: Tensor) -> Tensor:
@@ -73,7 +81,9 @@ def _changes(spec: DeltaNetSpec) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+def _adapt(
+    tensors: Mapping[str, StoredTensor], spec: DecoderSpec, changes: Callable[[DeltaNetSpec], _Changes] = _changes
+) -> dict[str, StoredTensor]:
     """Return the decoder's tensors as transformers orders them, without those of the draft head."""
     found: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
@@ -81,13 +91,8 @@ def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> dict[str, 
         if not index.lstrip("-").isdigit() or int(index) >= len(spec.layers):
             continue
         mixer = spec.layers[int(index)].mixer
-        change = _changes(mixer).get(part) if isinstance(mixer, DeltaNetSpec) and part != name else None
-        shape = stored.shape
-        if part == "ssm_conv1d.weight":
-            shape = (shape[0], 1, *shape[1:])
-        if part == "ffn_gate_inp_shexp.weight" and len(shape) == 1:
-            shape, change = (1, *shape), torch.clone
-        found[name] = stored if change is None else ChangedTensor(stored, shape, change)
+        change = changes(mixer).get(part) if isinstance(mixer, DeltaNetSpec) and part != name else None
+        found[name] = stored if change is None else ChangedTensor(stored, stored.shape, change)
     return found
 
 
@@ -99,72 +104,48 @@ def _expert_fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict
     return _fields(metadata, rope) | gguf_expert_fields(metadata, rope) | widths
 
 
-_HEAD = {
-    "nextn.eh_proj": "mtp.fc",
-    "nextn.enorm": "mtp.pre_fc_norm_embedding",
-    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "mtp.norm",
-    "attn_norm": "mtp.layers.0.input_layernorm",
-    "post_attention_norm": "mtp.layers.0.post_attention_layernorm",
-    "attn_q": "mtp.layers.0.self_attn.q_proj",
-    "attn_k": "mtp.layers.0.self_attn.k_proj",
-    "attn_v": "mtp.layers.0.self_attn.v_proj",
-    "attn_output": "mtp.layers.0.self_attn.o_proj",
-    "attn_q_norm": "mtp.layers.0.self_attn.q_norm",
-    "attn_k_norm": "mtp.layers.0.self_attn.k_norm",
-    "ffn_gate": "mtp.layers.0.mlp.gate_proj",
-    "ffn_up": "mtp.layers.0.mlp.up_proj",
-    "ffn_down": "mtp.layers.0.mlp.down_proj",
-}
-
-
-def _head(tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, StoredTensor]:
-    """Return the draft head's tensors by their names in safetensors files, norms less one as there."""
-    start, found = f"blk.{layers}.", {}
-    if f"{start}nextn.eh_proj.weight" not in tensors:
-        return {}
-    for name, stored in tensors.items():
-        part = name.removeprefix(start).removesuffix(".weight")
-        if name.startswith(start):
-            theirs = _HEAD.get(part, f"mtp.{part}")
-            less = len(stored.shape) == 1
-            found[f"{theirs}.weight"] = ChangedTensor(stored, stored.shape, lambda x: x - 1) if less else stored
-    return found
-
-
-FORM = GGUFForm(
-    ("qwen35",),
-    WeightNames(
-        {
-            **LLAMA_GGUF_NAMES,
-            "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
-            "blk.{}.attn_qkv": "layers.{}.in_qkv",
-            "blk.{}.attn_gate": "layers.{}.out_gate",
-            "blk.{}.ssm_beta": "layers.{}.beta",
-            "blk.{}.ssm_alpha": "layers.{}.decay",
-            "blk.{}.ssm_conv1d": "layers.{}.conv",
-            "blk.{}.ssm_a": "layers.{}.decay_rate.weight",
-            "blk.{}.ssm_dt.bias": "layers.{}.decay_bias.weight",
-            "blk.{}.ssm_norm": "layers.{}.delta_norm",
-            "blk.{}.ssm_out": "layers.{}.o",
-        }
-    ),
-    fields=_fields,
-    adapt=_adapt,
-    head=_head,
+_NAMES = WeightNames(
+    {
+        **LLAMA_GGUF_NAMES,
+        "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
+        "blk.{}.attn_qkv": "layers.{}.in_qkv",
+        "blk.{}.attn_gate": "layers.{}.out_gate",
+        "blk.{}.ssm_beta": "layers.{}.beta",
+        "blk.{}.ssm_alpha": "layers.{}.decay",
+        "blk.{}.ssm_conv1d": "layers.{}.conv",
+        "blk.{}.ssm_a": "layers.{}.decay_rate.weight",
+        "blk.{}.ssm_dt.bias": "layers.{}.decay_bias.weight",
+        "blk.{}.ssm_norm": "layers.{}.delta_norm",
+        "blk.{}.ssm_out": "layers.{}.o",
+    }
 )
-
 _SHARED_EXPERT = {
     "blk.{}.ffn_gate_inp_shexp": "layers.{}.shared_gate",
     "blk.{}.ffn_gate_shexp": "layers.{}.gate",
     "blk.{}.ffn_up_shexp": "layers.{}.up",
     "blk.{}.ffn_down_shexp": "layers.{}.down",
 }
-FORM_WITH_EXPERTS = replace(
-    FORM,
-    architectures=("qwen35moe",),
-    names=WeightNames({**FORM.names.parts, **GGUF_EXPERTS, **GGUF_JOINED_EXPERTS, **_SHARED_EXPERT}),
+_NAMES_WITH_EXPERTS = WeightNames({**_NAMES.parts, **GGUF_EXPERTS, **GGUF_JOINED_EXPERTS, **_SHARED_EXPERT})
+
+FORM = GGUFForm(("qwen35",), _NAMES, fields=_fields, adapt=_adapt, head=gguf_mtp_names(_NAMES))
+FORM_WITH_EXPERTS = GGUFForm(
+    ("qwen35moe",),
+    _NAMES_WITH_EXPERTS,
     fields=_expert_fields,
     reads=frozenset({"expert_count"}),
-    head=None,
+    adapt=_adapt,
+    head=gguf_mtp_names(_NAMES_WITH_EXPERTS),
+)
+FORM_BY_KEY_HEAD = GGUFForm(
+    ("qwen3next",),
+    WeightNames(
+        {
+            **_NAMES_WITH_EXPERTS.parts,
+            "blk.{}.ssm_in": "layers.{}.in_qkvz",  # of files before llama.cpp divided it into attn_qkv and attn_gate
+            "blk.{}.ssm_ba": "layers.{}.beta_decay",
+        }
+    ),
+    fields=_expert_fields,
+    reads=frozenset({"expert_count"}),
+    adapt=partial(_adapt, changes=_log_of_decay),
 )

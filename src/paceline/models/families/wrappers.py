@@ -14,6 +14,7 @@ from paceline.models.description.weight_names import WeightNames
 WRAPPERS = frozenset(
     {
         *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "granite4_vision", "idefics3", "internvl", "lfm2_vl"),
+        "kimi_k25",
         *("llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "qwen2_vl", "qwen2_5_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
     }

@@ -19,13 +19,24 @@ def model_hash(model: AnyModel) -> str:
     """
     shape = (model.vocab_size, model.layers, model.kv_heads, model.head_dim, str(model.dtype), model.weight_bytes())
     digest = hashlib.sha256(repr(shape).encode())
-    for file in _weight_files(Path(model.name)):
+    _add_samples(digest, Path(model.name))
+    return digest.hexdigest()[:16]
+
+
+def hash_of_files(path: Path) -> str:
+    """Return a hash of samples of the weight files in a directory, or of a GGUF file: 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    _add_samples(digest, path)
+    return digest.hexdigest()
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    for file in _weight_files(path):
         size = file.stat().st_size
         with file.open("rb") as opened:
             for offset in (0, size // 2, max(0, size - _SAMPLE)):
                 opened.seek(offset)
                 digest.update(opened.read(_SAMPLE))
-    return digest.hexdigest()[:16]
 
 
 def is_from_files(model: AnyModel) -> bool:

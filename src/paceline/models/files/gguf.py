@@ -29,6 +29,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")  # of a text, in bytes
 
+_TOKEN_TABLE = "d2t"  # a drafter's tokens as ids of its target: the only tensor of whole numbers that is read
+
 # Limits of a header, which bound its memory. Real files are far below them.
 _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 18
@@ -251,7 +253,7 @@ def _packed(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], numb
     except ValueError as error:
         problem = f"has the tensor {brief(name, 80)} of type {number}, which is not known"
         raise _UnknownError(f"{problem}: {_OTHER_FILE}") from error
-    if kind in UNREADABLE:
+    if kind in UNREADABLE and (kind, name) != (GGMLQuantizationType.I64, _TOKEN_TABLE):
         problem = f"has the tensor {brief(name, 80)} of type {kind.name}, which cannot be read as weights"
         raise _UnknownError(f"{problem}; convert the model to Q8_0")
     block, size = GGML_QUANT_SIZES[kind]

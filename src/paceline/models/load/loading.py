@@ -105,7 +105,7 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> Path:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     if not spec.plain_attention:
-        allowed = f"1 with {source}: recurrent layers are not split over ranks yet"
+        allowed = f"1 with {source}: recurrent layers, latent attention, gates and sinks are not split over ranks yet"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)
     return source
@@ -145,21 +145,21 @@ def files(path: Path) -> list[Path]:
         return parts(path) if path.is_file() else [path / "config.json", *weight_files(path)]
 
 
-def head_tensors(path: Path) -> Mapping[str, weights.StoredTensor]:
-    """Return the tensors of a checkpoint's own draft head, named ``mtp.*``, not read yet; none if it has no head.
+def head_tensors(path: Path) -> tuple[WeightNames, Mapping[str, weights.StoredTensor]]:
+    """Return the tensors of a checkpoint's own draft head, not read yet, and their names; none if it has no head.
 
     Raises the errors of ``load_model``.
     """
     if path.is_file():
         return gguf_config.head_tensors(GGUFFile(path))
     if not (path / "config.json").is_file():
-        return {}
+        return WeightNames({}), {}
     config, scheme = _unquantised_config(path)
     family = family_of(config)
-    if family is None or not family.has_head:
-        return {}
-    stored = _stored(path, scheme)
-    return {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    if family is None or family.head is None:
+        return WeightNames({}), {}
+    stored = _stored(path, scheme).items()
+    return family.head, {name: tensor for name, tensor in stored if name.startswith(family.head.prefixes)}
 
 
 @reads_model

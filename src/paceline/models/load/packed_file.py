@@ -32,6 +32,7 @@ from paceline.kernels.pack import LAYOUT_VERSION
 from paceline.models.description.weights import shapes
 from paceline.models.files import hub
 from paceline.models.files.boundary import reading
+from paceline.models.files.cached import PACKED, packed_source
 from paceline.models.files.kept import is_on
 from paceline.models.load import loading
 from paceline.models.native.model import NativeModel, Quantization
@@ -72,7 +73,7 @@ class PackedFile:
         source = self.source.resolve()
         digest = hashlib.sha256(f"{source} {self.dtype}".encode()).hexdigest()[:12]
         name = source.name.removesuffix(".gguf")
-        return hub.cache_directory() / "packed" / f"{name}-{precision}-{digest}.safetensors"
+        return hub.cache_directory() / PACKED / f"{name}-{precision}-{digest}.safetensors"
 
     @cached_property
     def _origin(self) -> str:
@@ -206,8 +207,5 @@ def _remove_orphans(directory: Path) -> None:
 
 def _is_orphan(path: Path) -> bool:
     """Whether the file holds the packed weights of a checkpoint that no longer exists."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return not Path((file.metadata() or {})["source"]).exists()
-    except (OSError, SafetensorError, KeyError):  # damaged, or no permission to read it
-        return False
+    source = packed_source(path)  # None: damaged, or no permission to read it
+    return source is not None and not source.exists()

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import AttentionName, QuantizationName
 from paceline.core.hardware import native_bfloat16
-from paceline.errors import ModelFormatError, ParameterError
+from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.models.base import AnyModel, SharedModel
@@ -112,8 +112,6 @@ def _load(
         by_quantization = options.quantization is not None
         field, value = ("quantization", options.quantization) if by_quantization else ("attention", options.attention)
         raise ParameterError(field, value, f"not possible here: {obstacle}")
-    if checkpoint is not None and any(attention.sinks for attention in checkpoint.spec.attentions):
-        raise ModelFormatError(f"{checkpoint.name} has attention sinks, which only the CPU kernels run: {obstacle}")
     return in_torch(source, checkpoint, options.dtype, options.device)
 
 
@@ -136,7 +134,7 @@ def _in_triton(checkpoint: Checkpoint | None, name: str, options: ModelOptions) 
     linears = Linears(to, deterministic=deterministic)
     weights = checkpoint.tensors_on_demand(options.dtype, device)
     model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=linears)
-    if device.type == "cuda" and not deterministic:  # deterministic products use the same tiles on every machine
+    if device.type == "cuda":
         _tune(model, linears)
     if quantization is not None:
         model.precision = f"{quantization} weights, {model.precision}"

@@ -14,7 +14,7 @@ from paceline.kernels import abi, native
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization
 from paceline.models.native.packing import PackedDecoder, packed_size
-from paceline.models.native.spec import check_description, check_spec, spec_of
+from paceline.models.native.spec import check_reference, check_spec, spec_of
 
 
 class NativeLayers:
@@ -33,7 +33,7 @@ class NativeLayers:
         quantization: Quantization | None,
     ) -> None:
         kernels = native.required()
-        check_description(spec)
+        check_reference(spec)
         without_ends = {**weights, "embed.weight": torch.zeros(1, spec.width)}
         shape = spec_of(replace(spec, vocab_size=1, tied=True), without_ends, places=places)
         shape = replace(shape, max_positions=target.max_positions, read_from=tuple(target.kv_layers), ahead=1)

@@ -25,7 +25,7 @@ from paceline.models.native.spec import spec_of
 
 # paceline's names of matrices that only multiply, or are read from their packed form
 _INPUTS = ("input_gate", "input_out", "input_project", "input_table")
-_LINEAR = frozenset({"qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head", *_INPUTS})
+_LINEAR = frozenset({"qkv", "q_b", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head", *_INPUTS})
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
             check_finite(codes.scales, part.name)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
         if codes is not None:
-            return codes
+            return codes if part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
     dtype = stored.exact_dtype if isinstance(stored, ExactTensor) else torch.float32
     numbers = torch.empty(part.slot.shape, dtype=dtype)
     part.read_into(numbers)
@@ -116,11 +116,18 @@ def unread_spec(checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome) ->
     Raises ModelFormatError if neither the kernels nor their reference can run the model, or for other numbers than
     finite ones.
     """
+    return spec_of(checkpoint.spec, *unread_weights(checkpoint, dtype, outcome))
+
+
+def unread_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome
+) -> tuple[dict[str, Tensor], dict[str, StoredMatrix]]:
+    """Return a checkpoint's tensors, its matrices on device "meta", and what reads those; see ``unread_spec``."""
     readers = _readers(checkpoint.placements, outcome)
     outcome.total = sum(_numbers(matrix.parts) for matrix in readers.values())
     others = [placement for placement in checkpoint.placements if placement.slot.target not in readers]
     tensors = {target: _shape(matrix) for target, matrix in readers.items()}
-    return spec_of(checkpoint.spec, tensors | assemble(others, dtype, torch.device("cpu")), readers)
+    return tensors | assemble(others, dtype, torch.device("cpu")), readers
 
 
 def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:

@@ -29,7 +29,7 @@ from paceline.models.native.low_rank import LowRank
 from paceline.models.native.matrices import Outcome, unread_spec
 from paceline.models.native.packing import PackedDecoder, ReadPacked, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import check_description, check_spec
+from paceline.models.native.spec import check_reference, check_spec
 
 log = logging.getLogger("paceline")
 
@@ -82,6 +82,7 @@ class NativeModel:
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
         self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
         self._expert_sizes = _expert_sizes(spec, formats[0])
+        self._idle_expert_bytes = idle_expert_bytes(spec, formats[0])
 
     @classmethod
     def of(
@@ -99,7 +100,7 @@ class NativeModel:
         tell: called after each matrix with the share of them that is packed.
         Raises ModelFormatError if the kernels cannot run the model, or for numbers that are not finite.
         """
-        check_description(checkpoint.spec)
+        check_reference(checkpoint.spec)
         outcome = Outcome(tell)
         spec = unread_spec(checkpoint, dtype, outcome)
         model = cls(spec, checkpoint.name, quantization=quantization, threads=threads)
@@ -193,7 +194,8 @@ class NativeModel:
         head = self.packed_decoder.model.head
         token = column_bytes(head)
         embedding = 0 if self.tied else 2 * head.inputs  # one row of it is read for each token
-        return PassBytes(self._weight_bytes - self.vocab_size * (token + embedding), token)
+        layers = self._weight_bytes - self.vocab_size * (token + embedding)
+        return PassBytes(layers - self._idle_expert_bytes, token)
 
     def short_head(self, size: int) -> PackedShortHead:
         """Return an output head over ``size`` tokens; see ``Shortenable``."""
@@ -222,11 +224,19 @@ def _expert_sizes(spec: NativeSpec, to: Format) -> list[int]:
     ]
 
 
+def idle_expert_bytes(spec: NativeSpec, to: Format) -> int:
+    """Return the bytes of the experts that one token does not run through."""
+    mixture = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+    if mixture is None:
+        return 0
+    return sum(_expert_sizes(spec, to)) * (len(mixture.down) - mixture.routing.used) // len(mixture.down)
+
+
 def _multiply_adds(spec: NativeSpec) -> int:
     counts = [linear.weight.numel() for layer in spec.layers for linear in layer.linears]
     for experts in (layer.experts for layer in spec.layers if layer.experts is not None):
         counts += [experts.router.numel()]
-        counts += [experts.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
+        counts += [experts.routing.used * linears[0].weight.numel() for linears in (experts.gate_up, experts.down)]
     inputs = [linear for one in spec.layers if one.input is not None for linear in (one.input.gate, one.input.out)]
     inputs += [] if spec.inputs is None else [spec.inputs.project]
     return sum(counts) + sum(linear.weight.numel() for linear in inputs) + spec.vocab_size * spec.width

@@ -13,18 +13,20 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from paceline.core.cache import table_places
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    Activation,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
-    GatedActivation,
+    LatentWeights,
     LayerWeights,
     LinearWeights,
     NativeSpec,
@@ -38,10 +40,14 @@ from paceline.models.native.low_rank import LowRank, pack_changes
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
-_ACTIVATIONS: dict[GatedActivation, abi.Activation] = {
+_ACTIVATIONS: dict[Activation, abi.Activation] = {
     "silu": abi.Activation.SILU,
     "gelu_tanh": abi.Activation.GELU_TANH,
     "clamped_silu": abi.Activation.CLAMPED_SILU,
+    "gelu": abi.Activation.GELU,
+    "relu": abi.Activation.RELU,
+    "relu2": abi.Activation.RELU2,
+    "xielu": abi.Activation.XIELU,
 }
 GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
 _LINE = 64  # bytes: every weight begins on a cache line
@@ -144,6 +150,9 @@ class _Packer:
             recurrent=_shape_of(spec),
             inputs=None if spec.inputs is None else pointer(self._inputs(spec.inputs, to, head_to)),
             logits_cap=spec.logits_cap or 0.0,
+            centred=spec.centred,
+            places=None if spec.positions is None else self._vector(self._padded(spec.positions)),
+            embedding_norm=self._norm(spec.embedding_norm),
         )
 
     def _inputs(self, inputs: TokenTableWeights, to: Format, table_to: Format) -> abi.CTokenInputs:
@@ -186,7 +195,7 @@ class _Packer:
         return abi.CLayer(
             qkv=self._linear(layer.qkv, to),
             attention_out=self._linear(layer.attention_out, to),
-            gate_up=abi.CLinear() if layer.gate_up is None else self._gate_up(layer.gate_up, to),
+            gate_up=self._first_of(layer, to),
             down=abi.CLinear() if layer.down is None else self._linear(layer.down, to),
             input_norm=self._norm(layer.input_norm),
             post_norm=self._norm(layer.post_norm),
@@ -209,20 +218,58 @@ class _Packer:
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
+            latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
+            norm_after=layer.norm_after,
+            cap=layer.cap or 0.0,
+            parallel=layer.parallel,
+            plain=layer.plain,
+            shape=None if layer.xielu is None else self._vector(self._xielu(layer.xielu)),
         )
+
+    def _first_of(self, layer: LayerWeights, to: Format) -> abi.CLinear:
+        if layer.gate_up is None:
+            return abi.CLinear()
+        return self._linear(layer.gate_up, to) if layer.plain else self._gate_up(layer.gate_up, to)
+
+    def _xielu(self, shape: Tensor) -> Tensor:
+        """Return alpha_p, alpha_n, beta and eps."""
+        p, n, beta, eps = self._maybe_meta(shape).float()
+        return torch.stack([softplus(p), beta + softplus(n), beta, eps])
 
     def _gate_up(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         return self._linear(linear.reordered(lambda rows: pack.interleave_gate_up(self._maybe_meta(rows))), to)
 
+    def _latent(self, latent: LatentWeights, to: Format) -> abi.CLatent:
+        count, up, query_norm = len(latent.absorb), latent.query_up, latent.query_norm
+        rank, key_dim = latent.absorb[0].weight.shape
+        return abi.CLatent(
+            query_up=abi.CLinear() if up is None else self._linear(up, to),
+            absorb=(abi.CLinear * count)(*(self._linear(linear, to) for linear in latent.absorb)),
+            expand=(abi.CLinear * count)(*(self._linear(linear, to) for linear in latent.expand)),
+            query_norm=self._norm(query_norm),
+            norm=self._vector(latent.norm),
+            query_rank=0 if query_norm is None else query_norm.shape[0],
+            rank=rank,
+            rotary_dim=latent.rotary_dim,
+            key_dim=key_dim,
+            value_dim=latent.expand[0].weight.shape[0],
+            epsilon=latent.epsilon,
+        )
+
     def _experts(self, experts: ExpertsWeights, to: Format) -> abi.CExperts:
-        count = len(experts.down)
+        count, routing = len(experts.down), experts.routing
         return abi.CExperts(
             router=self._router(experts),
             gate_up=(abi.CLinear * count)(*(self._gate_up(linear, to) for linear in experts.gate_up)),
             down=(abi.CLinear * count)(*(self._linear(linear, to) for linear in experts.down)),
             count=count,
-            used=experts.used,
-            normalised=experts.normalised,
+            used=routing.used,
+            normalised=routing.normalised,
+            sigmoid=routing.sigmoid,
+            groups=routing.groups,
+            used_groups=routing.used_groups,
+            group_best=routing.group_best,
+            correction=None if experts.correction is None else self._vector(experts.correction),
             factors=None if experts.factors is None else self._vector(experts.factors),
             norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),
         )
@@ -248,16 +295,21 @@ class _Packer:
         )
 
     def _recurrent(self, mixer: RecurrentMixer) -> abi.CRecurrent:
-        assert isinstance(mixer, DeltaNet | ShortConv)
+        assert isinstance(mixer, DeltaNet | Mamba2 | ShortConv)
         if isinstance(mixer, ShortConv):
             return abi.CRecurrent(conv=self._vector(mixer.conv.T))
-        return abi.CRecurrent(
+        packed = abi.CRecurrent(
             gates=self._linear(mixer.gates, GATES_FORMAT),
             conv=self._vector(mixer.conv.T),
             rate=self._vector(mixer.rate),
             bias=self._vector(mixer.bias),
             norm=self._vector(mixer.norm),
+            epsilon=mixer.epsilon,
         )
+        if isinstance(mixer, Mamba2):
+            packed.skip = self._vector(mixer.skip)
+            packed.conv_bias = None if mixer.conv_bias is None else self._vector(mixer.conv_bias)
+        return packed
 
     def _norm(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self._vector(self._padded(weight))
@@ -305,4 +357,8 @@ def _shape_of(spec: NativeSpec) -> abi.CRecurrentShape:
         described.kind = abi.RecurrentKind.DELTA_NET
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             setattr(described, name, getattr(mixer.heads, name))
+    elif isinstance(mixer, Mamba2):
+        heads, described.kind = mixer.heads, abi.RecurrentKind.MAMBA2
+        described.key_heads, described.value_heads = heads.groups, heads.heads
+        described.key_dim, described.value_dim = heads.state_dim, heads.head_dim
     return described

@@ -8,34 +8,38 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.abi import MOST_TAPS
+from paceline.kernels.abi import INPUT_MULTIPLE, MOST_TAPS
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.pack import Format, Weight
-from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    Activation,
     ExpertsNorms,
     ExpertsWeights,
-    GatedActivation,
+    FusionWeights,
     Heads,
+    LatentWeights,
     LayerWeights,
     LinearWeights,
     NativeSpec,
     RecurrentMixer,
+    Rotary,
     TokenInputWeights,
     TokenTableWeights,
 )
-from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.latent import by_head, queries_in_order
+from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
-    DeltaNetSpec,
     ExpertsSpec,
-    Mamba2Spec,
+    LayerSpec,
     TokenInputsSpec,
 )
-from paceline.models.description.weights import EXPERTS_NORMS, shapes
+from paceline.models.description.weights import EXPERTS_NORMS, NORMS, shapes
 
 
 class ReadMatrix(Protocol):
@@ -48,11 +52,16 @@ class ReadMatrix(Protocol):
         ...
 
 
-ACTIVATIONS: dict[str, GatedActivation] = {  # those that the kernels have
+GATED: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "clamped_silu": "clamped_silu"}
+PLAIN: dict[str, Activation] = {
     "silu": "silu",
+    "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
-    "clamped_silu": "clamped_silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
+"""Activations that the kernels have."""
 
 
 def spec_of(
@@ -70,9 +79,10 @@ def spec_of(
     """
     check_reference(spec)
     attention = spec.attentions[0]
-    assert attention.rotary is not None
-
-    source = _WeightSource(weights, readers or {})
+    source = _WeightSource(spec, weights, readers or {})
+    final_norm = source.norm("norm")
+    assert final_norm is not None, "check_reference asks for it"
+    positions = weights.get("positions.weight")
     return NativeSpec(
         width=spec.width,
         heads=attention.heads,
@@ -80,9 +90,9 @@ def spec_of(
         head_dim=attention.head_dim,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        rotary=attention.rotary,
+        rotary=attention.rotary or _UNTURNED,
         embedding=weights["embed.weight"],
-        final_norm=weights["norm.weight"] * spec.logits_scale,
+        final_norm=final_norm * spec.logits_scale,
         layers=[
             _layer_of(spec, index, place, source)
             for index, place in enumerate(spec.places if places is None else places)
@@ -93,7 +103,34 @@ def spec_of(
         tap_scale=spec.residual_scale,
         inputs=_token_table_of(spec.token_inputs, weights, source.linear),
         logits_cap=spec.logits_cap,
+        centred=spec.norm.kind == "layer",
+        positions=None if positions is None else positions[spec.position_offset :],
+        embedding_norm=source.norm("embed_norm") if spec.embed_norm else None,
+        fusion=_mtp_fusion_of(spec, weights) if spec.mtp else None,
     )
+
+
+_UNTURNED = Rotary(())
+
+
+def _mtp_fusion_of(spec: DecoderSpec, weights: Mapping[str, Tensor]) -> FusionWeights:
+    """Return what a target's own draft head reads: the target's embedding and its last hidden state."""
+    return FusionWeights(
+        fuse=halves_padded(LinearWeights(weights["mtp.fc.weight"])),
+        hidden_norm=weights["mtp.hidden_norm.weight"],
+        embedding_norm=weights["mtp.embedding_norm.weight"],
+        targets=torch.arange(spec.vocab_size),
+        vocabulary=spec.vocab_size,
+        tap_count=1,
+        target_width=spec.width,
+        normed_state=True,
+    )
+
+
+def halves_padded(linear: LinearWeights) -> LinearWeights:
+    """Pad both halves of a matrix's inputs, as the kernels pad the embedding and the hidden state that it reads."""
+    halves = [pad(half, (0, -half.shape[1] % INPUT_MULTIPLE)) for half in linear.weight.chunk(2, dim=1)]
+    return LinearWeights(torch.cat(halves, dim=1), linear.bias)
 
 
 def _token_table_of(
@@ -109,6 +146,7 @@ def _token_table_of(
 class _WeightSource:
     """A model's tensors by the names of ``description.weights``, and what reads those that are not read yet."""
 
+    spec: DecoderSpec
     weights: Mapping[str, Tensor]
     readers: Mapping[str, ReadMatrix]
 
@@ -116,6 +154,20 @@ class _WeightSource:
         """Return a matrix and its bias."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return LinearWeights(weight, bias, self.readers.get(f"{name}.weight"))
+
+    def norm(self, name: str) -> Tensor | None:
+        """Return a norm's weight [width], or weight and bias [2, width] of a layer norm; None if it is not stored."""
+        spec, weight, bias = self.spec, self.weights.get(f"{name}.weight"), self.weights.get(f"{name}.bias")
+        if weight is None and spec.norm.affine:
+            return None
+        weight = torch.ones(spec.width) if weight is None else weight
+        if spec.norm.kind == "rms":
+            return weight
+        return torch.stack([weight, torch.zeros_like(weight) if bias is None else bias])
+
+    def layer_norm(self, layer: LayerSpec, index: int, name: str) -> Tensor | None:
+        """Return a norm of a layer; None if it has none in this place."""
+        return self.norm(f"layers.{index}.{name}") if name in NORMS[layer.norms] else None
 
     def experts(self, name: str) -> list[LinearWeights]:
         """Return the matrix and the bias of each expert."""
@@ -137,12 +189,19 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
         router=torch.cat([_scaled(router.weight, spec.scores_scale), *gate]),
         gate_up=source.experts(f"{name}experts_gate_up"),
         down=source.experts(f"{name}experts_down"),
-        used=spec.used,
-        normalised=spec.normalised,
+        routing=spec.routing,
+        correction=source.weights.get(f"{name}router_correction.weight"),
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
-        factors=source.weights.get(f"{name}experts_scale.weight"),
+        factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
         norms=ExpertsNorms(*norms) if norms else None,
     )
+
+
+def _factors_of(spec: ExpertsSpec, stored: Tensor | None) -> Tensor | None:
+    """Return the factor of each expert's output; None if all are 1."""
+    if spec.output_scale == 1.0:
+        return stored
+    return (torch.ones(spec.count) if stored is None else stored.float()) * spec.output_scale
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -156,31 +215,57 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
     one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
     attention = mixer if isinstance(mixer, AttentionSpec) else None
     reads = None if attention is None else attention.reads_layer
+    has_ones = attention is not None and attention.qk_norm is not None and not attention.qk_affine
+    ones = torch.ones(attention.head_dim) if attention is not None and has_ones else None
     return LayerWeights(
-        qkv=gate_last(linear(f"{name}qkv"), mixer),
+        qkv=in_order(linear(f"{name}qkv"), mixer),
         attention_out=linear(f"{name}o"),
-        gate_up=None if layer.shared is None else linear(f"{name}gate_up"),
+        gate_up=None if layer.shared is None else linear(f"{name}{'gate_up' if layer.shared.gated else 'up'}"),
         down=None if layer.shared is None else linear(f"{name}down"),
-        input_norm=weights.get(f"{name}attn_norm.weight"),
-        post_norm=weights.get(f"{name}mlp_norm.weight"),
-        attention_out_norm=weights.get(f"{name}attn_out_norm.weight"),
-        mlp_out_norm=weights.get(f"{name}mlp_out_norm.weight"),
-        q_norm=weights.get(f"{name}q_norm.weight"),
-        k_norm=weights.get(f"{name}k_norm.weight"),
+        input_norm=source.layer_norm(layer, index, "attn_norm"),
+        post_norm=source.layer_norm(layer, index, "mlp_norm"),
+        attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
+        mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
+        q_norm=weights.get(f"{name}q_norm.weight", ones),
+        k_norm=weights.get(f"{name}k_norm.weight", ones),
         window=None if attention is None else attention.window,
-        rotary=None if attention is None else attention.rotary,
+        rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
         recurrent=None if isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
-        activation=ACTIVATIONS[one.activation],
+        activation=(GATED if one.gated else PLAIN)[one.activation],
+        plain=not one.gated,
+        xielu=weights.get(f"{name}xielu.weight"),
+        parallel=layer.norms == "parallel",
+        cap=None if attention is None else attention.cap,
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
         heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        norm_after=attention is not None and attention.norm_after,
         v_norm=attention is not None and attention.v_norm,
         place=None if reads is None else place,
         reads_only=reads is not None,
         input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
         scale_out=weights.get(f"{name}scale.weight"),
+        latent=None if attention is None else _latent_of(attention, name, source),
+    )
+
+
+def _latent_of(spec: AttentionSpec, name: str, source: _WeightSource) -> LatentWeights | None:
+    """Return what makes a layer's attention latent; None for other attention. name: of the layer, with a point."""
+    latent, weights = spec.latent, source.weights
+    if latent is None:
+        return None
+    absorb, expand = by_head(weights[f"{name}kv_b.weight"], spec)
+    query_rank = latent.query_rank
+    return LatentWeights(
+        latent.rotary_dim,
+        [LinearWeights(matrix) for matrix in absorb],
+        [LinearWeights(matrix) for matrix in expand],
+        weights[f"{name}kv_a_norm.weight"],
+        query_up=None if query_rank is None else queries_in_order(source.linear(f"{name}q_b"), spec),
+        query_norm=None if query_rank is None else weights[f"{name}q_a_norm.weight"],
+        epsilon=latent.norm_eps,
     )
 
 
@@ -194,20 +279,11 @@ def _token_input_of(
 def obstacle_of(description: DecoderSpec) -> str | None:
     """Return why the kernels cannot run models of this description, whatever their weights; None if they can."""
     try:
-        check_description(description)
+        check_reference(description)
         check_spec(spec_of(description, shapes(description)))
     except ModelFormatError as error:
         return str(error)
     return None
-
-
-def check_description(spec: DecoderSpec) -> None:
-    """Raise ModelFormatError for a model that the kernels cannot run."""
-    check_reference(spec)
-    if any(isinstance(mixer, Mamba2Spec) for mixer in spec.recurrent):
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} kernels for Mamba-2 layers")
-    if any(isinstance(mixer, DeltaNetSpec) and mixer.norm_eps != spec.norm.eps for mixer in spec.recurrent):
-        raise ModelFormatError(f"{_REFUSAL.format(spec.family)} recurrent layers with the norms' epsilon")
 
 
 _REFUSAL = "the CPU kernels cannot run a {} model without"
@@ -220,15 +296,17 @@ def check_reference(spec: DecoderSpec) -> None:
     shared = [layer.shared for layer in spec.layers if layer.shared is not None]
     mlps = [*shared, *(mixture.expert for mixture in experts)]
     wanted = {
-        "RMS norms before or after each part": spec.norm.kind == "rms"
-        and spec.final_norm
-        and all(layer.norms != "after_sum" for layer in spec.layers),
-        f"gated MLPs ({' or '.join(ACTIVATIONS)})": all(mlp.gated and mlp.activation in ACTIVATIONS for mlp in mlps),
+        "norms before or after each part": spec.final_norm and all(layer.norms != "after_sum" for layer in spec.layers),
+        f"activations among {', '.join(GATED)} behind a gate, and {', '.join(PLAIN)} without": all(
+            mlp.activation in (GATED if mlp.gated else PLAIN) for mlp in mlps
+        ),
+        "gates in experts and beside them": all(
+            mixture.expert.gated and (mixture.shared is None or mixture.shared.gated) for mixture in experts
+        ),
         "one activation in a mixture and the MLP beside it": all(
             mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts
         ),
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
-        "rotary positions": all(attention.rotary is not None for attention in attentions),
         "heads of one shape beside recurrent layers": len(shapes) == 1 or not spec.recurrent,
         "recurrent layers of one shape": len(set(spec.recurrent)) <= 1,
         "attention in some layer": bool(attentions),
@@ -239,6 +317,7 @@ def check_reference(spec: DecoderSpec) -> None:
         ),
         "the same epsilon in all norms": all(a.qk_norm is None or a.qk_norm_eps == spec.norm.eps for a in attentions),
         "an embedding as wide as the model": spec.embed_width == spec.width,
+        "latent attention of one shape": len({attention.latent for attention in attentions}) <= 1,
     }
     missing = [feature for feature, present in wanted.items() if not present]
     if missing:
@@ -250,8 +329,13 @@ def check_spec(spec: NativeSpec) -> None:
     for layer in spec.layers:
         if layer.recurrent is not None:
             _check_recurrent(layer.recurrent)
-    for heads in dict.fromkeys(spec.heads_of(layer) for layer in spec.layers):
-        if heads.dim % 16 or heads.heads % heads.kv_heads or heads.heads // heads.kv_heads > 64:
+    for layer in spec.layers:
+        if layer.latent is not None and layer.latent.norm.shape[0] % 16:
+            needed = "vectors of latent attention whose width is a multiple of 16"
+            raise ModelFormatError(f"the CPU kernels need {needed}; not {layer.latent.norm.shape[0]}")
+    for heads, latent in dict.fromkeys((spec.heads_of(layer), layer.latent is not None) for layer in spec.layers):
+        too_many = heads.heads // heads.kv_heads > 64 and not latent  # whose one key serves groups of heads
+        if heads.dim % 16 or heads.heads % heads.kv_heads or too_many:
             shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
             needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
@@ -266,8 +350,6 @@ def check_spec(spec: NativeSpec) -> None:
 
 def _check_recurrent(mixer: RecurrentMixer) -> None:
     """Raise ModelFormatError for a kind or sizes of recurrent layers that the kernels do not support."""
-    if not isinstance(mixer, DeltaNet | ShortConv):
-        raise ModelFormatError(f"the CPU kernels have no layers of the kind {type(mixer).__name__}")
     shape = mixer.shape(1)
     wanted = {
         "widths that are multiples of 16": not shape.channels % 16,
@@ -278,6 +360,12 @@ def _check_recurrent(mixer: RecurrentMixer) -> None:
         wanted |= {
             "head widths that are multiples of 16": not heads.key_dim % 16 and not heads.value_dim % 16,
             "value heads shared evenly": heads.key_heads > 0 and heads.value_heads % heads.key_heads == 0,
+        }
+    if isinstance(mixer, Mamba2):
+        sizes = mixer.heads
+        wanted |= {
+            "head widths that are multiples of 16": not sizes.head_dim % 16 and not sizes.state_dim % 16,
+            "heads in equal groups": sizes.groups > 0 and sizes.heads % sizes.groups == 0,
         }
     if missing := [feature for feature, present in wanted.items() if not present]:
         raise ModelFormatError(f"the CPU kernels need recurrent layers of {' and '.join(missing)}; not {shape}")

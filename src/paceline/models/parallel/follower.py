@@ -12,6 +12,7 @@ from paceline.core.cache import KVCache
 from paceline.core.slots import Slots
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
+from paceline.kernels.gpu.graphs import recorded, wait_for
 from paceline.models.parallel.model import BACKEND_NAMES, PartOfModel
 from paceline.models.parallel.plan import Op, as_steps, unpacked_pass
 
@@ -60,6 +61,7 @@ class Follower:
             case Op.REPLAY, (graph,), None:
                 self._graphs[graph].replay()
             case Op.DROP_GRAPH, (graph,), None:
+                wait_for(self.model.device)  # it may still run
                 del self._graphs[graph]
             case ((Op.END | Op.CAPTURED), (), None):
                 pass
@@ -69,7 +71,7 @@ class Follower:
     def _capture(self, number: int) -> None:
         """Capture the same passes as rank 0 at the same time."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]
+        with recorded(graph, self._pool):
             self._follow_until(until=Op.CAPTURED)
         self._pool = self._pool or graph.pool()
         self._graphs[number] = graph

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.config import AttentionName
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.errors import RankError
 from paceline.kernels.attention import BACKENDS
 from paceline.kernels.attention.base import Attend
@@ -29,7 +29,7 @@ from paceline.models.torch.experts import Experts
 from paceline.models.torch.linear import Linear
 from paceline.models.torch.transformer import Transformer
 
-CacheShape: TypeAlias = tuple[int, int, int, int, int, torch.dtype, torch.device]
+CacheShape: TypeAlias = tuple[Sequence[KVHeads], int, int, torch.dtype, torch.device]
 BACKEND_NAMES = cast(tuple[AttentionName, ...], tuple(BACKENDS))
 
 LAST_WORDS = 2.0  # seconds to wait for the exit of a process that broke a connection
@@ -80,7 +80,7 @@ class PartOfModel(Transformer):
 
     def cache_shape(self, rows: int, positions: int) -> CacheShape:
         """``KVCache``'s arguments, for the heads of this part."""
-        return self.layers, rows, self.kv_heads, positions, self.head_dim, self.dtype, self.device
+        return self.kv_layers, rows, positions, self.dtype, self.device
 
     def run_head(self, hidden: Tensor) -> Tensor | None:
         """Hidden [N, width] -> logits [N, vocab_size] in float32 on rank 0, None on others."""

@@ -76,10 +76,15 @@ class Experts:
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, W] -> weights, in the dtype of x, and numbers, int64, of each token's experts, [N, used] each."""
         scores = self.router(x).float() * self.spec.scores_scale
-        weights, chosen = route(scores, self.spec.used, self.spec.normalised)
+        weights, chosen = route(scores, self.spec.routing, self.stacked.get("router_correction.weight"))
         factors = self.stacked.get("experts_scale.weight")
         weights = weights if factors is None else weights * factors.float()[chosen]
+        weights = weights * self.spec.output_scale
         return weights.to(x.dtype), chosen
+
+    def idle_bytes(self) -> int:
+        """Return the bytes of the experts that one token does not run through."""
+        return (self.gate_up.nbytes + self.down.nbytes) * (self.spec.count - self.spec.used) // self.spec.count
 
     def used_multiply_adds(self) -> int:
         """Return the multiply-adds of one token's experts."""

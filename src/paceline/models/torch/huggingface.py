@@ -28,10 +28,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from paceline.core.cache import KVCache
+from paceline.core.cache import KVCache, KVHeads
 from paceline.core.slots import Slots
 from paceline.errors import ModelFormatError, PacelineError
-from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.base import Attend, SoftmaxTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
@@ -63,12 +63,15 @@ def _attention(
         raise ModelFormatError(f"{type(module).__name__} does not pass keyword arguments on to its attention")
     if attention_mask is not None:
         raise ModelFormatError(f"{type(module).__name__} makes its own attention mask")
-    special = [name for name in ("softcap", "s_aux", "sinks", "position_bias") if others.get(name) is not None]
-    if special:
-        raise ModelFormatError(f"{type(module).__name__} needs {', '.join(special)} in its attention")
+    if others.get("position_bias") is not None:
+        raise ModelFormatError(f"{type(module).__name__} needs position_bias in its attention")
+    sinks = others.get("sinks") if others.get("s_aux") is None else others["s_aux"]
+    terms = SoftmaxTerms(others.get("softcap"), None if sinks is None else sinks.flatten())
+    more = {} if terms.cap is None and terms.sinks is None else {"terms": terms}
     own_window = getattr(module, "sliding_window", None)  # of a layer that passes none; who passes None has no window
     window = others.get("sliding_window", own_window)
-    out = paceline_attend(int(module.layer_idx), query, key, value, scale=scaling, window=window)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    out = paceline_attend(int(layer), query, key, value, scale=scaling, window=window, **more)
     return out.transpose(1, 2).contiguous(), None  # some models rely on contiguous output
 
 
@@ -92,21 +95,28 @@ class _Echo(nn.Module):
 
 
 class _Probe:
-    """An ``attend`` that records the shapes and windows of its calls and returns zeros."""
+    """An ``attend`` that records the heads and windows of its calls and returns zeros."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        self.kv_heads: set[int] = set()
-        self.head_dims: set[int] = set()
+        self.heads: dict[int, KVHeads] = {}
         self.windows: dict[int, int | None] = {}
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         self.layers.append(layer)
         self.windows[layer] = window
-        self.kv_heads |= {k.shape[1], v.shape[1]}
-        self.head_dims |= {q.shape[-1], k.shape[-1], v.shape[-1]}
+        width = v.shape[-1]
+        self.heads[layer] = KVHeads(k.shape[1], k.shape[-1], None if width == k.shape[-1] else width)
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
 
@@ -130,7 +140,8 @@ class HuggingFaceModel:
         self._decoder, self._head = self._wire(model)
         probe = self._probe()
         self.layers = len(probe.layers)
-        (self.kv_heads,), (self.head_dim,) = probe.kv_heads, probe.head_dims
+        self.kv_layers = [probe.heads[layer] for layer in range(self.layers)]
+        self.kv_heads, self.head_dim, *_ = self.kv_layers[0]
         self._check_windows(config, probe)
         self._check_logits(model)
 
@@ -258,8 +269,6 @@ class HuggingFaceModel:
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
         )
-        same = len(probe.kv_heads) == 1 and len(probe.head_dims) == 1
-        self._refuse_unless(same, "its layers differ in the number or width of their key and value heads")
         return probe
 
     def _check_windows(self, config: PretrainedConfig, probe: _Probe) -> None:
@@ -315,7 +324,7 @@ class HuggingFaceModel:
         self._refuse_unless(leak <= LEAK, f"it is not causal: later tokens change its earlier logits by {leak:.2g}")
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self.layers, 2, self.kv_heads, CHECK_LENGTH, self.head_dim, self.dtype, self.device)
+        return KVCache(self.kv_layers, 2, CHECK_LENGTH, self.dtype, self.device)
 
     def _error(self, tokens: Tensor, positions: Tensor, cache: KVCache, expected: Tensor) -> float:
         """Return the distance of the logits at some positions from the expected ones, relative to their norm."""

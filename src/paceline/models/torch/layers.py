@@ -1,4 +1,4 @@
-"""The layers of a native decoder in torch: rotary positions, attention, MLPs, and inputs by token.
+"""The layers of a native decoder in torch: attention, MLPs, and inputs by token.
 
 Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
 Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates, SoftmaxTerms
 from paceline.kernels.gpu.state import Norm, PackedHeads
-from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
+from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
-from paceline.models.description.mixers import gate_last, mixer_of
+from paceline.models.description.latent import by_head, queries_in_order
+from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
+    MixerSpec,
     MLPSpec,
     RecurrentSpec,
     Rotary,
@@ -30,34 +34,9 @@ from paceline.models.description.spec import (
 )
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
+from paceline.models.torch.latent import LatentAttention, LatentMatrices
 from paceline.models.torch.linear import Linear, LinearFactory
-
-Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [B, L, 1, R]: the first R of a head's D elements turn
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of x [B, L, heads, D] -> the same shape. The sine includes the sign."""
-    cos, sin = rotation
-    rotated = cos.shape[-1]
-    if rotated < x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotated], rotation), x[..., rotated:]), -1)
-    return torch.addcmul(x * cos, x.roll(rotated // 2, -1), sin)
-
-
-class RotaryAngles:
-    """Computes cos and sin of the rotary angles: positions [B, L] -> two tensors [B, L, 1, R]."""
-
-    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=device)
-        self._frequencies = torch.cat((-frequencies, frequencies))  # sin is odd: this gives the signs of rotate-half
-        self._scaling, self._dtype = rotary.scaling, dtype
-
-    def __call__(self, positions: Tensor) -> Rotation:
-        angles = positions[:, :, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._scaling != 1.0:
-            cos, sin = cos * self._scaling, sin * self._scaling
-        return cos.to(self._dtype), sin.to(self._dtype)
+from paceline.models.torch.rotary import Rotation, rotate
 
 
 class WeightSource:
@@ -78,9 +57,24 @@ class WeightSource:
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        stored = LinearWeights(self._weights[f"{layer}.qkv.weight"], self._weights.get(f"{layer}.qkv.bias"))
-        ordered = gate_last(stored, spec)
+        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
         return self._linear(ordered.weight, ordered.bias)
+
+    def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
+        """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
+        ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
+        if f"{layer}.q_b.weight" in self._weights:
+            ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
+        first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
+        both, norm = self.find(f"{layer}.kv_b.weight"), self.find(f"{layer}.kv_a_norm.weight")
+        assert both is not None
+        assert norm is not None
+        matrices = LatentMatrices(*by_head(both, spec), norm, self.find(f"{layer}.q_a_norm.weight"))
+        linears = first, query_up[0] if query_up else None, self.linear(f"{layer}.o")
+        return LatentAttention(spec, place, rotary, linears, matrices)
+
+    def _stored(self, name: str) -> LinearWeights:
+        return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -101,6 +95,8 @@ class WeightSource:
         Layers that read another layer's keys have rows for their queries only.
         """
         q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
+        if spec.qk_norm is not None and not spec.qk_affine:
+            return self._weights["embed.weight"].new_ones(spec.heads + spec.kv_heads, spec.head_dim)
         if q is None:
             return None
         if k is None:
@@ -136,9 +132,13 @@ class _Attention:
         self.spec, self.place = spec, place
         self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
         self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
-        self.packs = spec.qk_norm != "all" and not spec.v_norm and spec.reads_layer is None
+        self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
+        self.scores: dict[str, Any] = {"scale": spec.scale, "window": spec.window}
+        sinks = parts.find(f"{layer}.sinks.weight")
+        if spec.cap is not None or sinks is not None:
+            self.scores["terms"] = SoftmaxTerms(spec.cap, sinks)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
@@ -148,14 +148,14 @@ class _Attention:
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
-            out = attend.packed(self.place, packed, scale=spec.scale, window=spec.window)
+            out = attend.packed(self.place, packed, **self.scores)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
             if spec.reads_layer is None:
-                out = attend(self.place, q, k, v, scale=spec.scale, window=spec.window)
+                out = attend(self.place, q, k, v, **self.scores)
             else:
                 assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
-                out = attend.again(self.place, q, scale=spec.scale, window=spec.window)
+                out = attend.again(self.place, q, **self.scores)
         attended = out.transpose(1, 2).reshape(x.shape[0], -1)
         return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
@@ -163,10 +163,12 @@ class _Attention:
         """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
         heads, kv_heads, _ = self.split
         qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and not self.spec.norm_after:
             qk = self._normed(qk, self.qk_norm)
         if rotation is not None:
             qk = rotate(qk, rotation)
+        if self.qk_norm is not None and self.spec.norm_after:
+            qk = self._normed(qk, self.qk_norm)
         if self.spec.v_norm:
             v = functional.rms_norm(v, v.shape[-1:], None, self.spec.qk_norm_eps)
         q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
@@ -218,7 +220,8 @@ class _PlainMLP:
     linears = ("up", "down")
 
     def __init__(self, spec: MLPSpec, parts: WeightSource, layer: str) -> None:
-        self.activation = ACTIVATIONS[spec.activation]
+        shape = parts.find(f"{layer}.xielu.weight")
+        self.activation = ACTIVATIONS[spec.activation] if shape is None else partial(xielu, shape=shape)
         self.up, self.down = parts.linear(f"{layer}.up"), parts.linear(f"{layer}.down")
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
@@ -228,7 +231,7 @@ class _PlainMLP:
 def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts:
     if isinstance(spec.mlp, ExpertsSpec):
         names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
-        names += ["experts_scale.weight"]
+        names += ["experts_scale.weight", "router_correction.weight"]
         stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
         shared = None if spec.mlp.shared is None else GatedMLP(spec.mlp.shared, parts, layer)
         gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
@@ -272,6 +275,18 @@ class TokenInputs:
         return ((normed + found.view_as(normed)) * spec.sum_scale).transpose(0, 1)
 
 
+def _mixer(
+    spec: MixerSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+) -> _Attention | LatentAttention | RecurrentLayer:
+    """Return the mixer of layer ``index``; other arguments as for ``DecoderLayer``."""
+    if not isinstance(spec, AttentionSpec):
+        return RecurrentLayer(spec, parts, index, place)
+    if spec.latent is None:
+        return _Attention(spec, parts, index, place, rotaries)
+    assert spec.rotary is not None
+    return parts.latent(spec, f"layers.{index}", place, rotaries[spec.rotary])
+
+
 class DecoderLayer:
     """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
 
@@ -281,11 +296,7 @@ class DecoderLayer:
         """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
-        self.mixer = (
-            _Attention(spec.mixer, parts, index, place, rotaries)
-            if isinstance(spec.mixer, AttentionSpec)
-            else RecurrentLayer(spec.mixer, parts, index, place)
-        )
+        self.mixer = _mixer(spec.mixer, parts, index, place, rotaries)
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
@@ -320,6 +331,8 @@ class DecoderLayer:
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
         out = self.mixer(normed, forward)
+        if self.spec.norms == "parallel":
+            return _add(steps, x + out, self.mlp(self.norms["mlp_norm"](x), steps), following)
         if self.attention_out_norm is not None:
             out = self.attention_out_norm(out)
         x, normed = _add(steps, x, out, self.norms.get("mlp_norm"))

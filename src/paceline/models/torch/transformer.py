@@ -24,11 +24,11 @@ from paceline.models.torch.layers import (
     ForwardContext,
     GatedMLP,
     RecurrentLayer,
-    RotaryAngles,
     TokenInputs,
     WeightSource,
 )
 from paceline.models.torch.linear import Dense, Linear, LinearFactory
+from paceline.models.torch.rotary import RotaryAngles
 from paceline.models.torch.short_head import TorchShortHead
 
 _KV = "self_attn.k_proj", "self_attn.v_proj"
@@ -52,13 +52,11 @@ def cap(logits: Tensor, limit: float) -> Tensor:
     return (logits / limit).tanh() * limit
 
 
-_OURS = {"output": "o"}  # attributes of layers whose names in ``weights.slots`` are others
+_OURS = {"output": "o", "query_up": "q_b"}  # attributes of layers whose names in ``weights.slots`` are others
 
 
 def _check(spec: DecoderSpec) -> None:
     """Raise ModelFormatError for a model that ``Transformer`` cannot run."""
-    if any(attention.sinks for attention in spec.attentions):
-        raise ModelFormatError(f"{spec.family} models, which have attention sinks, run on the CPU kernels only")
     if len(set(spec.recurrent)) > 1:
         raise ModelFormatError(f"{spec.family}: recurrent layers of several shapes")
 
@@ -110,6 +108,7 @@ class Transformer:
         self.state_shape = mixers[0].shape(len(mixers)) if mixers else None
         inputs = spec.token_inputs
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
+        self._embed_norm = parts.norm("embed_norm") if spec.embed_norm else None
         self._norm = parts.norm("norm") if spec.final_norm else None
         self._head = parts.linear("embed" if spec.tied else "head")
 
@@ -216,7 +215,7 @@ class Transformer:
         if self._positions is not None:
             index = positions.flatten().clamp(max=self.max_positions - 1) + self.spec.position_offset
             x = x + functional.embedding(index, self._positions)
-        return x
+        return x if self._embed_norm is None else self._embed_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab_size], float32, of hidden states [..., embed_width]."""
@@ -235,7 +234,8 @@ class Transformer:
             return None
         output = self._head.weight.nbytes
         embedding = 0 if self.spec.tied else self._embedding.nbytes  # one row of it is read for each token
-        return PassBytes(self.weight_bytes() - output - embedding, output // self.vocab_size)
+        idle = sum(block.mlp.idle_bytes() for block in self._blocks if isinstance(block.mlp, Experts))
+        return PassBytes(self.weight_bytes() - output - embedding - idle, output // self.vocab_size)
 
     def short_head(self, size: int) -> TorchShortHead:
         """Return an output head over ``size`` tokens; see ``Shortenable``."""

@@ -14,8 +14,8 @@ from paceline.server.protocol import (
     TEXT_ONLY,
     ApiRequest,
     Label,
+    SampledTurnRequest,
     Strict,
-    TurnRequest,
     Unsupported,
     bounded_list,
     reject_types,
@@ -288,7 +288,7 @@ class PromptRequest(ApiRequest):
         return self
 
 
-class MessagesRequest(PromptRequest, TurnRequest):
+class MessagesRequest(PromptRequest, SampledTurnRequest):
     """``POST /v1/messages``. seed, priority, timeout, deadline_ms, num_speculative_tokens: as in completions."""
 
     structure_field: ClassVar[str] = "output_config.format"

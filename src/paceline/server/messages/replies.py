@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, JsonValue
-from pydantic_core import from_json
 
 from paceline.chat.values import (
     AssistantMessage,
@@ -18,6 +17,7 @@ from paceline.chat.values import (
     ToolCallStart,
 )
 from paceline.core.outputs import CompletionOutput, RequestOutput
+from paceline.server.turns import arguments_of
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 StreamEvent: TypeAlias = dict[str, Any]  # its name is the value of "type"
@@ -91,17 +91,8 @@ def content_of(message: AssistantMessage) -> list[ContentBlock]:
         blocks.append(ContentBlock(type="text", text=message.text))
     calls = message.tool_calls
     return blocks + [
-        ContentBlock(type="tool_use", id=call.id, name=call.name, input=_input(call.arguments)) for call in calls
+        ContentBlock(type="tool_use", id=call.id, name=call.name, input=arguments_of(call.arguments)) for call in calls
     ]
-
-
-def _input(arguments: str) -> dict[str, JsonValue]:
-    """Return the object of a call's arguments. Text that is no JSON object becomes {"INVALID_JSON": text}."""
-    try:
-        value = from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 def stop_of(answer: CompletionOutput, calls: int) -> tuple[StopReason, str | None]:

@@ -17,8 +17,8 @@ from paceline.server.protocol import (
     Label,
     Metadata,
     RefusalPart,
+    SampledTurnRequest,
     Strict,
-    TurnRequest,
     Unsupported,
     Verbatim,
     bounded_list,
@@ -212,7 +212,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(TurnRequest):
+class ResponsesRequest(SampledTurnRequest):
     """``POST /v1/responses``.
 
     input: a text, or the items of the whole conversation. instructions: put in front of it. include: extra parts of

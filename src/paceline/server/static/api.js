@@ -17,11 +17,6 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-// Returns {"status": "ready"} or another state of the server. Needs no key.
-export async function health() {
-  return (await fetch("health", { cache: "no-store" })).json();
-}
-
 export async function get(path) {
   return (await checked(await fetch(path, { headers: headers(), cache: "no-store" }))).json();
 }
@@ -42,6 +37,12 @@ export async function* stream(path, body, signal) {
     yield chunk;
   }
   throw new ApiError(200, "the server hung up before the answer's end");
+}
+
+// Yields the documents of a stream that goes on until the signal fires or the server ends.
+export async function* watch(path, signal) {
+  const reply = await checked(await fetch(path, { headers: headers(), cache: "no-store", signal }));
+  for await (const data of events(reply.body)) yield JSON.parse(data);
 }
 
 async function checked(reply) {

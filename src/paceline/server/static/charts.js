@@ -3,7 +3,7 @@
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
 const HEIGHT = 48;
-export const SAMPLES = 120;
+export const SAMPLES = 120; // four a second: 30 s
 
 function svg(name, attributes) {
   const element = document.createElementNS(NS, name);
@@ -24,7 +24,7 @@ export class Chart {
     Object.assign(this, { title, top, show, values: [] });
     this.figure = document.createElement("figure");
     this.figure.id = `chart-${id}`;
-    this.value = text("output", "value", "–");
+    this.value = text("span", "value", "–"); // no live region: it changes four times a second
     this.scale = text("span", "scale", "");
     const caption = document.createElement("figcaption");
     caption.append(text("span", "title", title), this.value);

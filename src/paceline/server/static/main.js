@@ -28,8 +28,8 @@ function showState(state, words) {
 }
 
 function showBusy(busy) {
-  byId("send").disabled = busy;
-  byId("stop").disabled = !busy;
+  byId("send").setAttribute("aria-disabled", busy); // a disabled button would lose the keyboard's focus
+  byId("stop").setAttribute("aria-disabled", !busy);
   byId("answers").setAttribute("aria-busy", busy);
 }
 
@@ -47,6 +47,7 @@ async function generate() {
   byId("total").textContent = "";
   showError("");
   showBusy(true);
+  if (isBelow(byId("answers"))) byId("answers").scrollIntoView({ block: "start" });
   const began = performance.now();
   try {
     for await (const chunk of stream(path, body, running.signal)) answers.add(chunk);
@@ -58,6 +59,11 @@ async function generate() {
   showTotal(answers, (performance.now() - began) / 1000);
   running = null;
   showBusy(false);
+}
+
+// Whether an element begins below what the window shows, as the answers do on a phone.
+function isBelow(element) {
+  return element.getBoundingClientRect().top > window.innerHeight - 80;
 }
 
 function clearAnswers(answers) {

@@ -1,10 +1,9 @@
-// The server's state, its model and the charts of /stats.
+// The server's state, its model and the charts of /stats/stream, four values a second.
 
-import { ApiError, get, health } from "./api.js";
+import { ApiError, get, watch } from "./api.js";
 import { Chart } from "./charts.js";
 
-const INTERVAL = 250; // milliseconds; a chart shows the last 30 s
-const LOADING_INTERVAL = 1000;
+const RETRY = 1000; // milliseconds until the server is asked again
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 export class Monitor {
@@ -20,28 +19,36 @@ export class Monitor {
 
   async run() {
     for (;;) {
-      const pause = document.hidden ? LOADING_INTERVAL : await this.look();
-      await new Promise((resolve) => setTimeout(resolve, pause));
+      if (!document.hidden) await this.follow();
+      await new Promise((resolve) => setTimeout(resolve, RETRY));
     }
   }
 
-  async look() {
+  // Shows what the server sends until the page is hidden or the connection ends.
+  async follow() {
+    const leaving = new AbortController();
+    const onChange = () => document.hidden && leaving.abort();
+    document.addEventListener("visibilitychange", onChange);
     try {
-      const { status } = await health();
-      if (status !== "ready") return this.say(status === "stalled" ? "gone" : "loading", status);
-      this.model ??= (await get("v1/models")).data[0];
-      this.show(await get("stats"));
-      this.onState("ready", "ready");
-      return INTERVAL;
+      for await (const { status, stats } of watch("stats/stream", leaving.signal)) await this.take(status, stats);
+      this.onState("gone", "no connection");
     } catch (error) {
-      if (error instanceof ApiError && error.status === 401) return this.say("key", "needs an API key");
-      return this.say("gone", "no connection");
+      if (error.name === "AbortError") return;
+      const locked = error instanceof ApiError && error.status === 401;
+      this.onState(locked ? "key" : "gone", locked ? "needs an API key" : "no connection");
+    } finally {
+      document.removeEventListener("visibilitychange", onChange);
     }
   }
 
-  say(state, words) {
-    this.onState(state, words);
-    return LOADING_INTERVAL;
+  async take(status, stats) {
+    if (status !== "ready") {
+      this.onState(status === "stalled" ? "gone" : "loading", status);
+      return;
+    }
+    this.model ??= (await get("v1/models")).data[0];
+    this.show(stats);
+    this.onState("ready", "ready");
   }
 
   show(stats) {

@@ -1,4 +1,4 @@
-"""Statistics of several replicas as one document."""
+"""Statistics of several models or replicas as one document."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class _Families:
         return self._families
 
 
-def labelled(texts: Mapping[str, str], front: str) -> bytes:
-    """Metrics of all replicas, each value labelled with ``replica``; from the front's own, only the refusals."""
+def labelled(texts: Mapping[str, str], label: str, front: str = "") -> bytes:
+    """Metrics of several sources by name, each value labelled with the name; from a front's own, only the refusals."""
     families: dict[str, Metric] = {}
-    for replica, text in [*texts.items(), ("front", front)]:
+    for name, text in [*texts.items(), ("front", front)]:
         for family in text_string_to_metric_families(text):
-            if replica != "front" or family.name == _OF_THE_FRONT:
+            if name != "front" or family.name == _OF_THE_FRONT:
                 whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                whole.samples += [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
+                whole.samples += [each._replace(labels={**each.labels, label: name}) for each in family.samples]
     registry = CollectorRegistry()
     registry.register(_Families(families.values()))
     return generate_latest(registry)
 
 
 def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``/stats`` of all replicas: counts are added, fractions averaged over the replicas that report them."""
+    """``/stats`` of several sources: counts are added, fractions averaged over the sources that report them."""
     added = {name: sum(each[name] for each in stats) for name in _ADDED}
     meant = {name: _mean([each[name] for each in stats if each[name] is not None]) for name in _MEANT}
     longest = max((each["num_speculative_tokens"] for each in stats), default=0)

@@ -1,0 +1,224 @@
+"""Block drafters in torch: a block of the text's last token and masks, which reads the text as keys and values only.
+
+The target's hidden states of a token are fused to one vector c. Layer i stores keys k_norm(K_i c) and values V_i c of
+it, so the text needs no queries and no MLP (``inject``). The block's rows attend to all of them and to each other, and
+their keys and values are dropped after the pass. The output head is the target's unless the checkpoint has one.
+
+* DFlash: the rows' distributions are independent.
+* DSpark: a bias of low rank on a row's logits depends on the token before. A small head predicts whether the target
+  will accept the token.
+* DFlash2: a row's most probable tokens get scores from a pair of codebooks, by the token before. Short convolutions
+  over the block stand around attention and MLP.
+
+Shapes: B rows, L = the block's size, N draft tokens to continue, T positions, H the drafter's width, V the target's
+vocabulary, Vd the drafter's. Modules and tensors are named as in the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, pad
+
+from paceline.drafters.heads.block_spec import BlockSpec
+from paceline.drafters.heads.config import HeadConfig
+from paceline.drafters.heads.head import Head
+from paceline.drafters.heads.layers import HeadLayer, rms_norm
+from paceline.kernels.attention.base import Attend
+from paceline.models.decoding.draft_vocabulary import NEVER
+from paceline.models.torch.rotary import Rotation
+
+StoreKeys: TypeAlias = Callable[[int, Tensor, Tensor], None]
+"""Stores a layer's keys and values, [B, T, key heads, D] each."""
+
+
+class GroupedConvolution(nn.Module):
+    """Causal convolutions over a block around a sublayer f: x + after(f(before(x))).
+
+    The coefficient of a tap is its base's plus one of its group, which a projection of the sublayer's input gives.
+    base_kernel [2, K, H]: before and after the sublayer, K taps. The tap t reads the row t places before.
+    """
+
+    def __init__(self, width: int, block: BlockSpec) -> None:
+        super().__init__()
+        self.taps, self.groups = block.conv_kernel, width // block.conv_group
+        base = torch.zeros(2, self.taps, width)
+        base[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(width, 2 * self.taps * self.groups, bias=False)
+
+    def around(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return after(f(before(x))) for x [B, L, H]."""
+        kernels = self.kernel_projection(x).view(*x.shape[:-1], 2, self.taps, self.groups)
+        before, after = kernels.unbind(-3)
+        return self._convolve(1, after, sublayer(self._convolve(0, before, x)))
+
+    def _convolve(self, side: int, kernel: Tensor, x: Tensor) -> Tensor:
+        """x [B, L, H] with the group's coefficients ``kernel`` [B, L, K, groups] -> [B, L, H]."""
+        parts = x.view(*x.shape[:-1], self.groups, -1)
+        base = self.base_kernel[side].view(self.taps, self.groups, -1)
+        total = torch.zeros_like(parts)
+        for tap in range(self.taps):
+            earlier = pad(parts, (0, 0, 0, 0, tap, 0))[:, : x.shape[1]]
+            total = total + (base[tap] + kernel[:, :, tap, :, None]) * earlier
+        return total.flatten(-2)
+
+
+class BlockLayer(HeadLayer):
+    """A decoder layer; in DFlash2 with convolutions around attention and MLP."""
+
+    def __init__(self, config: HeadConfig, index: int) -> None:
+        super().__init__(config, index, joined=False)
+        block = config.block
+        assert block is not None, "only block drafters have such layers"
+        self.attention_conv = self.mlp_conv = None
+        if block.conv_kernel:
+            self.attention_conv = GroupedConvolution(config.width, block)
+            self.mlp_conv = GroupedConvolution(config.width, block)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(hidden, rotation, attend)
+        attention = self.attention_conv.around(
+            self.input_layernorm(hidden), lambda x: cast(Tensor, self.self_attn(x, rotation, attend))
+        )
+        hidden = hidden + attention
+        return hidden + self.mlp_conv.around(self.post_attention_layernorm(hidden), self.mlp)
+
+
+class MarkovHead(nn.Module):
+    """Bias of a row's logits by the token before: W2 e, where e is the token's row of W1 [V, rank].
+
+    "gated": W2 (sigmoid(G [z; e] + b) * e), z the row's state. "rnn": a recurrent state of ``rank`` values is carried
+    along the draft tokens. (DeepSpec.)
+    """
+
+    def __init__(self, config: HeadConfig, block: BlockSpec) -> None:
+        super().__init__()
+        rank, self.kind = block.markov_rank, block.markov
+        self.markov_w1 = nn.Embedding(config.decoder.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(config.width + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + config.width, 3 * rank)
+
+    def bias(self, states: Tensor, path: Tensor) -> Tensor:
+        """Bias [N, Vd] of row n. states: [N, n + 1, H], of rows 0 to n. path: [N, n + 1], the tokens before them."""
+        if self.kind == "rnn":
+            return cast(Tensor, self.markov_w2(self._carried(states, path)))
+        before = self.markov_w1(path[:, -1])
+        if self.kind == "gated":
+            before = self.gate_proj(torch.cat((states[:, -1], before), dim=-1)).sigmoid() * before
+        return cast(Tensor, self.markov_w2(before))
+
+    def _carried(self, states: Tensor, path: Tensor) -> Tensor:
+        before = self.markov_w1(path)
+        carried = output = torch.zeros_like(before[:, 0])
+        for step in range(path.shape[1]):
+            joint = self.joint_proj(torch.cat((carried, before[:, step], states[:, step]), dim=-1))
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            carried = gate * carried + (1 - gate) * candidate.tanh()
+        return output.tanh()
+
+
+class ConfidenceHead(nn.Module):
+    """Probability that the target accepts a row's token if it accepts those before."""
+
+    def __init__(self, config: HeadConfig, block: BlockSpec) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.width + block.markov_rank * block.confidence_reads_token, 1)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of a row's most probable tokens: logits plus the sum over r of A[p] * (P z) * C[c] for token c after p.
+
+    predecessor_codebook A, successor_codebook C: [V, rank].
+    """
+
+    def __init__(self, config: HeadConfig, block: BlockSpec) -> None:
+        super().__init__()
+        shape = config.decoder.vocab_size, block.selector_rank
+        self.top_k = block.selector_top_k
+        self.predecessor_codebook, self.successor_codebook = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+        self.hidden_projection = nn.Linear(config.width, block.selector_rank, bias=False)
+
+    def scores(self, logits: Tensor, state: Tensor, before: Tensor) -> Tensor:
+        """Scores [N, V], ``NEVER`` except for the most probable tokens. state [N, H]; before [N]: the token before."""
+        values, tokens = logits.topk(self.top_k, dim=-1)
+        query = embedding(before, self.predecessor_codebook) * self.hidden_projection(state)
+        scores = values + torch.einsum("nr,nkr->nk", query, embedding(tokens, self.successor_codebook)).float()
+        return logits.new_full(logits.shape, NEVER).scatter_(-1, tokens, scores)
+
+
+class BlockHead(Head):
+    """A block drafter. Its block has ``spec.size`` rows."""
+
+    at_any_size = unrolls = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config, joined=0)
+        assert config.block is not None, "the configuration is of another kind"
+        self.spec = block = config.block
+        self.markov_head = MarkovHead(config, block) if block.markov_rank else None
+        self.confidence_head = ConfidenceHead(config, block) if block.confidence else None
+        self.candidate_selector = CandidateSelector(config, block) if block.selector_rank else None
+
+    def _add_fusion(self, config: HeadConfig) -> None:
+        self.fc = nn.Linear(config.tap_count * config.target_width, config.width, bias=False)
+        self.hidden_norm = rms_norm(config.width, config)
+
+    def _layer(self, config: HeadConfig, index: int, joined: bool) -> HeadLayer:
+        return BlockLayer(config, index)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.hidden_norm(self.fc(features.to(self.dtype).flatten(-2))))
+
+    def inject(self, fused: Tensor, positions: Tensor, store: StoreKeys) -> None:
+        """Store keys and values of a text's tokens in every layer. fused: [B, T, H]. positions: [B, T]."""
+        rotation = self._rotation(positions, fused.dtype)
+        for index, layer in enumerate(self.layers):
+            store(index, *cast(HeadLayer, layer).self_attn.keys_and_values(fused, rotation))
+
+    def block(self, anchor: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run a block -> the normed states [B, size - first row, H] of the rows that draft.
+
+        anchor: [B], the texts' last tokens. positions: [B, size], from the anchor's on.
+        """
+        tokens = torch.full_like(positions, self.spec.mask_token)
+        tokens[:, 0] = anchor
+        embedded = self.embed_tokens(tokens) * self.spec.embedding_scale
+        return self.step(tokens, embedded.to(self.dtype), positions, attend).normed[:, self.spec.first_row :]
+
+    def logits(self, normed: Tensor) -> Tensor:
+        logits = super().logits(normed).float() * self.spec.output_multiplier
+        cap = self.spec.logits_cap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+    def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
+        """Logits [N, Vd] of a draft token after those before it.
+
+        logits: [N, Vd], of its row. states: [N, n + 1, H], of the rows up to its own. path: [N, n + 1], the text's last
+        token and the n draft tokens before it, as the target's ids.
+        """
+        if self.markov_head is not None:
+            logits = logits + self.markov_head.bias(states, path).float()
+        if self.candidate_selector is not None:
+            logits = self.candidate_selector.scores(logits, states[:, -1], path[:, -1])
+        return logits
+
+    def confidence(self, state: Tensor, before: Tensor) -> Tensor | None:
+        """Probability [N] that a draft token is accepted if those before it are; None without such a head.
+
+        state: [N, H], of its row. before: [N], the token before it.
+        """
+        if self.confidence_head is None:
+            return None
+        if self.spec.confidence_reads_token:
+            assert self.markov_head is not None, "the configuration was checked"
+            state = torch.cat((state, self.markov_head.markov_w1(before)), dim=-1)
+        return cast(Tensor, self.confidence_head.proj(state)).float().sigmoid().squeeze(-1)

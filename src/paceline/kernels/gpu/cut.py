@@ -1,0 +1,411 @@
+"""Min-p, top-k and top-p without a sort: four reads of the logits, whatever the distribution is.
+
+Shapes: N lines (B rows x L positions), V vocabulary. A line is divided into blocks, one program each.
+
+A token's *key* is its depth below the largest logit, after temperature: a float32 of at least 0, whose bits are ordered
+like an integer. All three cuts keep the tokens up to some key, the *edge*:
+
+    min-p    the depth of its floor
+    top-k    the largest key below which fewer than k tokens lie
+    top-p    the largest key below which less than p of the mass lies that the other two leave
+
+1. ``tally_kernel`` counts tokens and mass below ``BINS`` keys, in every block.
+2. ``bracket_kernel`` finds the bins that the edges of top-k and top-p lie in.
+3. ``collect_kernel`` gathers the keys in these bins: often some dozens, and never more than the line.
+4. ``edge_kernel`` searches the edges among these, with ``WAYS`` trial keys a pass.
+5. ``cut_kernel`` removes the tokens beyond the edge.
+
+Masses are the integers of ``sampling.masses``: sums do not depend on their order, and the kept tokens are the host's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.core.rows import RowState
+from paceline.core.sampling import LOG2_E, TWO_TO
+from paceline.kernels.gpu.draw import Blocks, block_maxima, scaled_logits
+
+WARPS = 8
+BINS = 16
+WAYS = 8
+CHUNK = 256  # tokens per step of a tally or a search, whose accumulators are BINS or WAYS times as many
+COLUMNS = 16  # room for what ``bracket_kernel`` stores of a line
+_INFINITE = tl.constexpr(0x7F800000)  # the key of -inf
+_ONE = tl.constexpr(1 << 43)  # a token, above the mass of a whole block: 2^12 tokens of at most 2^30
+_LOG2_E = tl.constexpr(LOG2_E)
+_P5, _P4, _P3, _P2, _P1, _P0 = (tl.constexpr(coefficient) for coefficient in TWO_TO)
+
+
+@triton.jit
+def mass_of(scaled: tl.tensor) -> tl.tensor:
+    """``sampling.masses`` as float32, to the bit: every product and sum is rounded (the launch disables fusion)."""
+    exponent = tl.maximum(scaled * _LOG2_E, -64.0)
+    whole = (exponent + 12582912.0) - 12582912.0  # to the nearest, ties to even
+    part = exponent - whole
+    power = part * _P5 + _P4
+    power = power * part + _P3
+    power = power * part + _P2
+    power = power * part + _P1
+    power = power * part + _P0
+    scale = ((whole.to(tl.int32) + 157) << 23).to(tl.float32, bitcast=True)
+    mass = power * scale
+    # below 2^23 to the nearest, ties to even; beyond it is whole
+    return tl.where(mass < 8388608.0, (mass + 8388608.0) - 8388608.0, mass)
+
+
+@triton.jit
+def key_of(scaled: tl.tensor) -> tl.tensor:
+    """The depths of scaled logits (at most 0) as int32 in the same order. NaN lies beyond ``_INFINITE``."""
+    return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def mass_at(key: tl.tensor) -> tl.tensor:
+    """The mass of a token with this key."""
+    return mass_of(-key.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def deepest(edge: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """The depth of the lowest logit whose key is at most ``edge``, before temperature, as a key; -1 for edge -1.
+
+    With it a pass over the vocabulary needs no division.
+    """
+    low = tl.where(edge == _INFINITE, _INFINITE, -1)
+    high = tl.where(edge < 0, -1, tl.maximum(low, _INFINITE - 1))  # an infinite depth has an infinite key
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    largest = tl.minimum(divisor, 1.0) * 3e38  # a quotient beyond would be infinite
+    way = tl.arange(0, 32)
+    while low < high:
+        trial = tl.minimum(low + (way + 1) * ((high - low + 31) // 32), high)
+        scaled = tl.div_rn(tl.minimum(trial.to(tl.float32, bitcast=True), largest), divisor)
+        within = key_of(scaled) <= edge
+        low, high = tl.max(tl.where(within, trial, low), 0), tl.min(tl.where(within, high, trial - 1), 0)
+    return low
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def bounds_kernel(
+    maxima: tl.tensor,
+    temperatures: tl.tensor,
+    slots: tl.tensor,
+    tops: tl.tensor,
+    bounds: tl.tensor,
+    per_row: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """Grid (N): the largest logit -> tops [N]; upper bounds of bins as keys -> bounds [N, BINS] int32, ascending.
+
+    The last is infinite. Their unit is how far the blocks' largest logits lie below the largest of all, on average: few
+    tokens are within it, and most within five, for any scale of the logits. Blocks far below, such as masked ones, do
+    not count.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + tl.load(slots + line // per_row))
+    block = tl.arange(0, BLOCKS_UP)
+    best = tl.load(maxima + line * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    top = tl.max(best, 0)
+    some = best > float("-inf")
+    depth = tl.where(some, top - best, 0.0)
+    unit = tl.sum(depth, 0) / tl.maximum(tl.sum(some.to(tl.float32), 0), 1.0)
+    near = some & (depth <= 2 * unit)
+    unit = tl.sum(tl.where(near, depth, 0.0), 0) / tl.maximum(tl.sum(near.to(tl.float32), 0), 1.0)
+    place = tl.arange(0, BINS)
+    bound = unit * ((place + 1) * (place + 1)).to(tl.float32) * 0.03125
+    bound = bound / tl.where(temperature == 0.0, 1.0, temperature)
+    tl.store(tops + line, top)
+    last = (place == BINS - 1) | (bound != bound)
+    tl.store(bounds + line * BINS + place, tl.where(last, _INFINITE, key_of(bound)))
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def tally_kernel(
+    logits: tl.tensor,
+    tops: tl.tensor,
+    temperatures: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    slots: tl.tensor,
+    bounds: tl.tensor,
+    tallies: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    per_row: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): tokens below each bound (in units of ``_ONE``) and their mass -> tallies [N, blocks, BINS].
+
+    Lines without top-k and top-p are left out. A thread adds up BLOCK / CHUNK tokens, at most 32, in two float32 whose
+    sums stay exact: their number and 13 bits of the masses in one, the other bits in another. That is three
+    instructions for each bound and token; with integers they are five, at half the rate.
+    """
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + line // per_row)
+    if (tl.load(top_k + slot) > 0) | (tl.load(top_p + slot) < 1.0):
+        temperature, top = tl.load(temperatures + slot), tl.load(tops + line)
+        own, bins = logits + line * line_stride, tl.arange(0, BINS)
+        bound = tl.load(bounds + line * BINS + bins).to(tl.float32, bitcast=True)
+        low, high = tl.zeros([BINS, CHUNK], tl.float32), tl.zeros([BINS, CHUNK], tl.float32)
+        for start in range(0, BLOCK, CHUNK):
+            column = block * BLOCK + start + tl.arange(0, CHUNK)
+            x = tl.load(own + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+            score = scaled_logits(x, top, temperature)
+            mass, below = mass_of(score), tl.where(-score[None, :] < bound[:, None], 1.0, 0.0)
+            upper = tl.floor(mass * 0.0001220703125)
+            low = tl.fma(below, (tl.fma(upper, -8192.0, mass) + 262144.0)[None, :], low)
+            high = tl.fma(below, upper[None, :], high)
+        sums = low.to(tl.int32)
+        packed = (high.to(tl.int64) << 13) + (sums & 262143) + (sums >> 18).to(tl.int64) * _ONE
+        tl.store(tallies + (line * BLOCKS + block) * BINS + bins, tl.sum(packed, 1))
+
+
+@triton.jit
+def highest(values: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """The largest chosen value, at least 0."""
+    return tl.max(tl.where(chosen, values, 0), 0)
+
+
+@triton.jit
+def next_bound(bound: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """The smallest chosen bound; infinite if there is none."""
+    return tl.min(tl.where(chosen, bound, _INFINITE), 0)
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def bracket_kernel(
+    tallies: tl.tensor,
+    bounds: tl.tensor,
+    temperatures: tl.tensor,
+    floors: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    slots: tl.tensor,
+    brackets: tl.tensor,
+    per_row: tl.tensor,
+    BLOCKS: tl.constexpr,
+    BLOCKS_UP: tl.constexpr,
+    BINS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Grid (N): what the tallies say of the edges -> brackets [N, COLUMNS] int64.
+
+    0, 1: depths before temperature: the keys beyond the first and up to the second must be known one by one. 2: how
+    many were collected, 0. 3, 4: smallest and largest possible edge of top-k. 5, 6: of top-p. 7, 8: tokens and mass
+    below the keys to know. 9: mass of the line, or -1 if the mass that top-k and min-p leave must be summed.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + line // per_row)
+    most, share = tl.load(top_k + slot), tl.load(top_p + slot)
+    floor = key_of(tl.load(floors + slot))
+    lowest, beyond = tl.full([], _INFINITE, tl.int32), tl.full([], 0, tl.int32)
+    k_low, k_high, p_low, p_high = lowest, lowest, lowest, lowest
+    count_above, mass_above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    known = tl.full([], -1, tl.int64)
+    if (most > 0) | (share < 1.0):
+        bins, block = tl.arange(0, BINS), tl.arange(0, BLOCKS_UP)
+        bound = tl.load(bounds + line * BINS + bins)
+        place = (line * BLOCKS + block)[:, None] * BINS + bins[None, :]
+        packed = tl.load(tallies + place, mask=(block < BLOCKS)[:, None], other=0)
+        count, mass = tl.sum(packed >> 43, 0), tl.sum(packed & (_ONE - 1), 0)
+        if most > 0:
+            k_low, k_high = highest(bound, count < most), next_bound(bound, count >= most)
+            lowest, beyond = k_low, k_high
+        if share < 1.0:
+            least, largest = tl.minimum(k_low, floor), tl.minimum(tl.maximum(k_high - 1, k_low), floor)
+            total = tl.max(mass, 0)
+            part = share.to(tl.float64)
+            fewest = tl.maximum(part * highest(mass, bound <= least).to(tl.float64), 1.0)
+            widest = tl.maximum(part * tl.min(tl.where(bound > largest, mass, total), 0).to(tl.float64), 1.0)
+            p_low = highest(bound, mass.to(tl.float64) < fewest)
+            p_high = next_bound(bound, mass.to(tl.float64) >= widest)
+            lowest, beyond = tl.minimum(lowest, p_low), tl.maximum(beyond, p_high)
+            if least == _INFINITE:
+                known = total
+            else:
+                lowest = tl.minimum(lowest, highest(bound, bound <= least))
+                beyond = tl.maximum(beyond, next_bound(bound, bound > largest))
+        count_above, mass_above = highest(count, bound <= lowest), highest(mass, bound <= lowest)
+    out = brackets + line * COLUMNS
+    temperature = tl.load(temperatures + slot)
+    if lowest < beyond:
+        tl.store(out, deepest(lowest - 1, temperature).to(tl.int64))
+        tl.store(out + 1, deepest(beyond - 1, temperature).to(tl.int64))
+    else:
+        tl.store(out, tl.full([], 0, tl.int64))
+        tl.store(out + 1, tl.full([], 0, tl.int64))
+    tl.store(out + 2, tl.full([], 0, tl.int64))
+    tl.store(out + 3, k_low.to(tl.int64))
+    tl.store(out + 4, tl.maximum(k_high - 1, k_low).to(tl.int64))
+    tl.store(out + 5, p_low.to(tl.int64))
+    tl.store(out + 6, tl.maximum(p_high - 1, p_low).to(tl.int64))
+    tl.store(out + 7, count_above)
+    tl.store(out + 8, mass_above)
+    tl.store(out + 9, known)
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def collect_kernel(
+    logits: tl.tensor,
+    tops: tl.tensor,
+    temperatures: tl.tensor,
+    slots: tl.tensor,
+    brackets: tl.tensor,
+    keys: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    per_row: tl.tensor,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): the keys of the line's bracket, in any order -> the first ones of keys [N, V] int32."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    above, last = tl.load(brackets + line * COLUMNS).to(tl.int32), tl.load(brackets + line * COLUMNS + 1).to(tl.int32)
+    if above < last:
+        column, top = block * BLOCK + tl.arange(0, BLOCK), tl.load(tops + line)
+        own = logits + line * line_stride
+        x = tl.load(own + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        depth = key_of(tl.where(x == float("inf"), 0.0, x - top))
+        chosen = (depth > above) & (depth <= last)
+        count = tl.sum(chosen.to(tl.int32), 0)
+        if count > 0:
+            first = tl.atomic_add(brackets + line * COLUMNS + 2, count.to(tl.int64), sem="relaxed")
+            place = first + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            temperature = tl.load(temperatures + tl.load(slots + line // per_row))
+            tl.store(keys + line * vocab + place, key_of(scaled_logits(x, top, temperature)), mask=chosen)
+
+
+@triton.jit
+def edge_in(
+    keys: tl.tensor,
+    count: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    above: tl.tensor,
+    limit: tl.tensor,
+    IN_MASS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WAYS: tl.constexpr,
+) -> tl.tensor:
+    """The largest key from low to high (int64) below which less than ``limit`` (float64) lies. It does below ``low``.
+
+    keys: ``count`` of them, and ``above`` lies below all. IN_MASS: count mass; else tokens.
+    """
+    way = tl.arange(0, WAYS)
+    while low < high:
+        trial = tl.minimum(low + (way + 1) * ((high - low + WAYS - 1) // WAYS), high)
+        sums = tl.zeros([WAYS, CHUNK], tl.int64)
+        for start in range(0, count, CHUNK):
+            place = start + tl.arange(0, CHUNK)
+            key = tl.load(keys + place, mask=place < count, other=_INFINITE)
+            weight = mass_at(key).to(tl.int32) if IN_MASS else tl.full([CHUNK], 1, tl.int32)
+            sums += tl.where(key[None, :] < trial.to(tl.int32)[:, None], weight[None, :], 0).to(tl.int64)
+        fits = (above + tl.sum(sums, 1)).to(tl.float64) < limit
+        low = tl.max(tl.where(fits, trial, low), 0)
+        high = tl.min(tl.where(fits, high, trial - 1), 0)
+    return low
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def edge_kernel(
+    keys: tl.tensor,
+    brackets: tl.tensor,
+    temperatures: tl.tensor,
+    floors: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    slots: tl.tensor,
+    edges: tl.tensor,
+    vocab: tl.tensor,
+    per_row: tl.tensor,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WAYS: tl.constexpr,
+) -> None:
+    """Grid (N): the largest depth that stays, before temperature, as a key -> edges [N] int32."""
+    line = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + line // per_row)
+    own, bracket = keys + line * vocab, brackets + line * COLUMNS
+    most, share = tl.load(top_k + slot), tl.load(top_p + slot)
+    count = tl.load(bracket + 2).to(tl.int32)
+    edge = key_of(tl.load(floors + slot)).to(tl.int64)
+    if most > 0:
+        low, high, above = tl.load(bracket + 3), tl.load(bracket + 4), tl.load(bracket + 7)
+        top = edge_in(own, count, low, high, above, most.to(tl.float64), False, CHUNK, WAYS)
+        edge = tl.minimum(edge, top)
+    if share < 1.0:
+        above, total = tl.load(bracket + 8), tl.load(bracket + 9)
+        if total < 0:
+            left = tl.zeros([CHUNK], tl.int64)
+            for start in range(0, count, CHUNK):
+                place = start + tl.arange(0, CHUNK)
+                key = tl.load(own + place, mask=place < count, other=_INFINITE)
+                left += tl.where(key <= edge, mass_at(key), 0.0).to(tl.int64)
+            total = above + tl.sum(left, 0)
+        limit = tl.maximum(share.to(tl.float64) * total.to(tl.float64), 1.0)  # the most likely token stays
+        low, high = tl.load(bracket + 5), tl.load(bracket + 6)
+        nucleus = edge_in(own, count, low, high, above, limit, True, CHUNK, WAYS)
+        edge = tl.minimum(edge, nucleus)
+    tl.store(edges + line, deepest(edge.to(tl.int32), tl.load(temperatures + slot)))
+
+
+@triton.jit
+def cut_kernel(
+    logits: tl.tensor,
+    tops: tl.tensor,
+    edges: tl.tensor,
+    out: tl.tensor,
+    line_stride: tl.tensor,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): the logits -> out [N, V] float32, -inf beyond the line's edge. NaN stays."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, own = block * BLOCK + tl.arange(0, BLOCK), logits + line * line_stride
+    x = tl.load(own + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    depth = key_of(x - tl.load(tops + line))
+    stays = (depth <= tl.load(edges + line)) | (depth > _INFINITE)  # infinity less infinity stays, too
+    tl.store(out + line * vocab + column, tl.where(stays, x, float("-inf")), mask=column < vocab)
+
+
+def cut(lines: Tensor, rows: RowState, blocks: Blocks) -> Tensor:
+    """Remove what the rows' min-p, top-k and top-p remove: logits [N, V] -> [N, V] float32, -inf where removed.
+
+    The keys lie in the memory of the result until that is written.
+    """
+    count, of, slots, new = len(lines), rows.tables, rows.slots.index, lines.new_empty
+    tops, bounds = new(count, dtype=torch.float32), new((count, BINS), dtype=torch.int32)
+    tallies, brackets = (new(shape, dtype=torch.int64) for shape in ((count, blocks.count, BINS), (count, COLUMNS)))
+    edges, out = new(count, dtype=torch.int32), new(lines.shape, dtype=torch.float32)
+    keys, grid, size = out.view(torch.int32), (count, blocks.count), (lines.stride(0), blocks.vocab)
+    per_row, block, chunk = count // rows.rows, blocks.size, min(CHUNK, blocks.size)
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    bounds_kernel[(count,)](
+        block_maxima(lines, blocks)[0], of.temperature, slots, tops, bounds, per_row, BINS=BINS, num_warps=1,
+        **blocks.shape,
+    )  # fmt: skip
+    tally_kernel[grid](
+        lines, tops, of.temperature, of.top_k, of.top_p, slots, bounds, tallies, *size, per_row, BLOCKS=blocks.count,
+        BLOCK=block, CHUNK=chunk, BINS=BINS, **options,
+    )  # fmt: skip
+    bracket_kernel[(count,)](
+        tallies, bounds, of.temperature, of.floor, of.top_k, of.top_p, slots, brackets, per_row, BINS=BINS,
+        COLUMNS=COLUMNS, num_warps=1, **blocks.shape,
+    )  # fmt: skip
+    collect_kernel[grid](
+        lines, tops, of.temperature, slots, brackets, keys, *size, per_row, BLOCK=block, COLUMNS=COLUMNS, **options
+    )
+    edge_kernel[(count,)](
+        keys, brackets, of.temperature, of.floor, of.top_k, of.top_p, slots, edges, blocks.vocab, per_row, CHUNK=chunk,
+        COLUMNS=COLUMNS, WAYS=WAYS, **options,
+    )  # fmt: skip
+    cut_kernel[grid](lines, tops, edges, out, *size, BLOCK=block, **options)
+    return out

@@ -1,0 +1,106 @@
+"""What families with latent attention (MLA) have in common: DeepSeek's names and fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, MLPSpec
+from paceline.models.families.base import EXPERTS, LLAMA_NAMES, dense_decoder_of
+from paceline.models.families.rotary import rotary_of
+
+NORM_EPS = 1e-6  # of the norms within attention, whatever the configuration gives for the others
+
+LATENT_NAMES: Mapping[str, str] = {
+    **{theirs: ours for theirs, ours in LLAMA_NAMES.items() if not theirs.endswith(("k_proj", "v_proj", "_norm"))},
+    "layers.{}.self_attn.q_a_proj": "layers.{}.q_a",
+    "layers.{}.self_attn.q_a_layernorm": "layers.{}.q_a_norm",
+    "layers.{}.self_attn.q_b_proj": "layers.{}.q_b",
+    "layers.{}.self_attn.kv_a_proj_with_mqa": "layers.{}.kv_a",
+    "layers.{}.self_attn.kv_a_layernorm": "layers.{}.kv_a_norm",
+    "layers.{}.self_attn.kv_b_proj": "layers.{}.kv_b",
+}
+"""Names of a decoder with latent attention and dense MLPs."""
+
+
+ROUTED_NAMES: Mapping[str, str] = {
+    **LATENT_NAMES,
+    **EXPERTS,
+    **{f"layers.{{}}.mlp.shared_experts.{part}_proj": f"layers.{{}}.{part}" for part in ("gate", "up", "down")},
+    "layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.router_correction.weight",
+}
+"""With experts in some layers, and an MLP beside them."""
+
+
+def latent_decoder_of(
+    config: PretrainedConfig, *, interleaved: bool, sparse: Sequence[bool] | None = None, **routing: Any
+) -> DecoderSpec | None:
+    """Describe a decoder with latent attention; None if a part of it is not supported.
+
+    interleaved: see ``AttentionSpec``. sparse: the layers with experts beside an MLP in place of a dense MLP; None: no
+    layer has any. routing: fields of ``ExpertsSpec`` besides sizes and the factor of the outputs.
+    """
+    attention = _attention_of(config, interleaved=interleaved)
+    spec = None if attention is None else dense_decoder_of(config, [attention] * config.num_hidden_layers)
+    if spec is None or sparse is None:
+        return spec
+    width, activation = config.moe_intermediate_size, spec.layers[0].dense.activation
+    experts = ExpertsSpec(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        MLPSpec(width, activation),
+        shared=MLPSpec(width * config.n_shared_experts, activation) if config.n_shared_experts else None,
+        output_scale=float(config.routed_scaling_factor),
+        **routing,
+    )
+    chosen = zip(spec.layers, sparse, strict=True)
+    return replace(spec, layers=tuple(replace(layer, mlp=experts) if has else layer for layer, has in chosen))
+
+
+def sigmoid_routing(config: PretrainedConfig) -> dict[str, Any]:
+    """Return DeepSeek-V3's way to choose experts, as fields of ``ExpertsSpec``."""
+    groups = {"groups": config.n_group or 1, "used_groups": config.topk_group or 1}
+    return {"sigmoid": True, "correction": True, "normalised": bool(config.norm_topk_prob), **groups}
+
+
+def after_dense_layers(config: PretrainedConfig) -> list[bool]:
+    """Return which layers have experts, where the first ``first_k_dense_replace`` have none."""
+    return [index >= config.first_k_dense_replace for index in range(config.num_hidden_layers)]
+
+
+def _attention_of(config: PretrainedConfig, *, interleaved: bool) -> AttentionSpec | None:
+    """Describe the attention of every layer; None if its positions or biases are not supported."""
+    rotary = rotary_of(config)
+    if rotary is None or (config.attention_bias and config.q_lora_rank is None):  # then a part of a matrix has a bias
+        return None
+    latent = LatentSpec(
+        rank=config.kv_lora_rank,
+        rotary_dim=config.qk_rope_head_dim,
+        key_dim=config.qk_nope_head_dim,
+        value_dim=config.v_head_dim,
+        query_rank=config.q_lora_rank,
+        norm_eps=NORM_EPS,
+    )
+    return AttentionSpec(
+        config.num_attention_heads,
+        1,
+        latent.rotary_dim + latent.rank,
+        rotary=rotary,
+        scale=latent.query_dim**-0.5 * _yarn_scale(config),
+        bias=bool(config.attention_bias),
+        output_bias=bool(config.attention_bias),
+        interleaved=interleaved,
+        latent=latent,
+    )
+
+
+def _yarn_scale(config: PretrainedConfig) -> float:
+    """Factor of the scores with rotary scaling: the square of yarn's ``mscale`` with ``mscale_all_dim``."""
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
+        return 1.0
+    return float((0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0) ** 2)

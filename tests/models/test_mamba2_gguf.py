@@ -1,0 +1,131 @@
+"""Granite 4 and Bamba from GGUF files, written here with the names and shapes of llama.cpp's converter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gguf_support import begun, finish
+from model_support import packed
+from paceline.kernels import native
+from paceline.models.load.loading import load_model, open_checkpoint
+from recurrent_support import GRANITE_SIZES, on_kernels, tiny_bamba, tiny_granite_hybrid
+from toy import VOCAB
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_up_proj": "ffn_{}_exps.weight",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+    "shared_mlp.input_linear": "ffn_{}SHARED",
+    "shared_mlp.output_linear": "ffn_downSHARED",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def converted(name: str, values: Tensor, config: Any) -> Tensor:
+    """A tensor's values as llama.cpp stores them."""
+    for part, heads in (("attn_q.", config.num_attention_heads), ("attn_k.", config.num_key_value_heads)):
+        if part in name:  # by rotary pairs (i, i + 1)
+            return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
+    if "ssm_norm" in name:
+        return values.view(config.mamba_n_groups, -1)
+    if name.endswith(("ssm_a", "ssm_d")):
+        return (-values.exp() if name.endswith("ssm_a") else values)[:, None]
+    return values.squeeze(1) if "conv1d.weight" in name else values
+
+
+def write(path: Path, theirs: PreTrainedModel) -> Path:
+    config, tensors = theirs.config, theirs.state_dict()
+    granite = config.model_type == "granitemoehybrid"
+    writer = begun(path, "granitehybrid", config)
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    del writer.kv_data[0]["granitehybrid.attention.head_count_kv"]
+    writer.add_head_count_kv(heads)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(not granite or config.position_embedding_type == "rope")
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([str(token) for token in range(VOCAB)])
+    shared = ""
+    if granite:
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        shared = "_shexp" if config.num_local_experts else ""
+    else:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads // 2)
+    for name, values in tensors.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for theirs_name, called in _NAMES.items():
+            name = name.replace(theirs_name, called.replace("SHARED", shared))
+        parts = dict(zip(("gate", "up"), values.chunk(2, dim=-2), strict=True)) if "{}" in name else {"": values}
+        for part, half in parts.items():
+            writer.add_tensor(name.format(part), converted(name, half, config).contiguous().numpy())
+    finish(writer)
+    return path
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "dense": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["grouped"]),
+    "experts": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["experts"]),
+    "rotated": lambda: tiny_granite_hybrid(2, **{**GRANITE_SIZES["rotated"], "conv_bias": True}),
+    "bamba": lambda: tiny_bamba(2),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path) -> None:
+    theirs = MODELS[kind]()
+    found, original = open_checkpoint(write(tmp_path / "model.gguf", theirs)), open_checkpoint(theirs)
+    assert found is not None
+    assert original is not None
+    tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
+    assert tensors.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(tensors[name], weight, msg=name)
+    mixers = [[layer.mixer for layer in each.spec.layers] for each in (found, original)]
+    for ours, theirs_mixer in zip(*mixers, strict=True):
+        assert type(ours) is type(theirs_mixer)
+    assert load_model(tmp_path / "model.gguf", dtype=torch.float32).kv_heads == theirs.config.num_key_value_heads
+
+
+@pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
+def test_a_gguf_file_is_packed_like_its_original(tmp_path: Path) -> None:
+    """One stored matrix of gates, channels and steps becomes two."""
+    theirs = MODELS["bamba"]()
+    models = packed(write(tmp_path / "model.gguf", theirs), "int8"), on_kernels(theirs)
+    ours, original = (model.packed() for model in models)  # the models' memory
+    assert ours is not None
+    assert original is not None
+    assert (ours == original).float().mean() > 0.999, "decays go through their exponentials"
