@@ -1,7 +1,11 @@
 """A round as one tensor program on the device: draft, verify, accept, commit, stop tests. The host never interrupts it.
 
-It is the round of ``round.py`` for rows without a grammar or a logit bias; lengths, ends and draft tokens stay on the
-device. On CUDA a program is captured as one graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
+It is the round of ``round.py``; lengths, ends and draft tokens stay on the device. On CUDA a program is captured as one
+graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
+
+Where a row has a grammar the round is three programs: draft, forward pass, acceptance. The host reads the draft tokens
+and makes the rows' masks while the forward pass runs. What the programs pass on lies in memory of its own; it is the
+hidden states and not the logits, which are larger.
 
 Shapes: B rows (a bucket: live rows first, then idle ones, which are masked), k draft tokens, V vocabulary.
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -22,7 +27,6 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.values import DeviceAcceptance, Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
@@ -30,7 +34,8 @@ from paceline.drafters.model import draw_chain
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied
-from paceline.kernels.gpu.ops import ops_for
+from paceline.kernels.gpu.masks import RowMasks, TokenMasks
+from paceline.kernels.gpu.ops import DeviceOps, ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, tree_parents, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
@@ -58,7 +63,7 @@ class DeviceRound:
         batch: Batch,
         rule: DeviceAcceptance,
         *,
-        ops: RoundOps | None = None,
+        ops: DeviceOps | None = None,
         capture: bool = True,
         width: int = 1,
         copies: bool = False,
@@ -73,6 +78,12 @@ class DeviceRound:
         self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, other_ranks=ranks)
         per_position = 2 + 2 * LOGPROB_SIZES[-1]  # token and log-probability: of the token itself and of the likeliest
         self._ring = Ring(batch.device, self.capacity * (per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL))
+        self._masks: TokenMasks | None = None  # made for the first row that needs them
+        self._hidden: Tensor | None = None
+        size = (self.capacity, MAX_SPECULATION_LENGTH)
+        self._drafted = DraftTensors(
+            *(torch.zeros(s, dtype=torch.int64, device=batch.device) for s in (size, size[:1]))
+        )
         self._tree_parents = torch.tensor(tree_parents(MAX_SPECULATION_LENGTH, width), device=batch.device)
 
     @contextmanager
@@ -111,6 +122,34 @@ class DeviceRound:
         record = self.graphs.run(*self._round(self.bucket(rows), k, self._span(longest + k * self.width), features))
         return self._ring.push(record)
 
+    def begin_masked(self, rows: int, k: int, longest: int, features: StepFeatures, missing: int = 0) -> Ticket:
+        """Launch the draft and the forward pass of a round, arguments as for ``run``; ``finish_masked`` ends it.
+
+        Returns the ticket of the draft: [bucket, k + 1] int64, tokens and then each row's number of them.
+        """
+        k, bucket, span = self._feasible_length(k), self.bucket(rows), self._span(longest + k)
+        if k > 0 and self.draft is not None:
+            self.catch_up(rows, missing, longest)
+        size, unmasked = (bucket, k, span), replace(features, masks=False)
+        draft = self.graphs.run(("draft", *size, unmasked), lambda: self._draft_apart(*size, unmasked))
+        ticket = self._ring.push(draft)
+        self.graphs.run(("forward", *size), lambda: self._forward_apart(*size))
+        return ticket
+
+    def finish_masked(self, rows: int, k: int, features: StepFeatures, masks: Sequence[RowMasks]) -> Ticket:
+        """Launch the rest of a round that ``begin_masked`` began -> its record's ticket. masks: of the live rows."""
+        k, bucket = self._feasible_length(k), self.bucket(rows)
+        self._token_masks.set(masks)
+        record = self.graphs.run(("accept", bucket, k, features), lambda: self._accept_apart(bucket, k, features))
+        return self._ring.push(record)
+
+    @property
+    def _token_masks(self) -> TokenMasks:
+        if self._masks is None:
+            positions, vocab_size = MAX_SPECULATION_LENGTH + 1, self.target.vocab_size
+            self._masks = TokenMasks(self.capacity, positions, vocab_size, self.batch.device)
+        return self._masks
+
     def _feasible_length(self, k: int) -> int:
         """Return the draft length that a round planned with k draft tokens can have."""
         return min(k, MAX_SPECULATION_LENGTH // self.width) if self.can_draft else 0
@@ -139,8 +178,10 @@ class DeviceRound:
         batch, k = self.batch, self._feasible_length(k)
         if not self.graphs.captures or batch.sampling.needs_host:
             return True
-        span = self._span(batch.longest + k * self.width)
-        return (self.bucket(batch.rows), k, span, batch.sampling.step_features) in self.graphs
+        bucket, features = self.bucket(batch.rows), batch.sampling.step_features
+        if features.masks:
+            return ("accept", bucket, k, features) in self.graphs
+        return (bucket, k, self._span(batch.longest + k * self.width), features) in self.graphs
 
     def capture_ahead(
         self, lengths: Callable[[int], Sequence[int]], seconds: float, progress: Progress = iter
@@ -211,7 +252,37 @@ class DeviceRound:
         state = self.batch.state(rows)
         before = state.length.clone()
         draft = self._draft(state, before, k, span, features)
-        logits = self._verify(state, before, draft, span)
+        return self._accept(state, before, draft, self._forward(state, before, draft, span), features)
+
+    def _draft_apart(self, rows: int, k: int, span: int, features: StepFeatures) -> Tensor:
+        """The draft of a round in parts -> [B, k + 1] int64, as ``begin_masked`` says."""
+        state = self.batch.state(rows)
+        draft = self._draft(state, state.length.clone(), k, span, features)
+        self._drafted.tokens[:rows, :k], self._drafted.counts[:rows] = draft.tokens, draft.counts
+        return torch.cat([draft.tokens, draft.counts[:, None]], dim=1)
+
+    def _forward_apart(self, rows: int, k: int, span: int) -> Tensor:
+        """The forward pass of a round in parts -> hidden states [B * (k + 1), width], which stay."""
+        state = self.batch.state(rows)
+        hidden = self._forward(state, state.length.clone(), self._held_draft(rows, k), span).flatten(0, 1)
+        if self._hidden is None:  # in the run before the first capture
+            self._hidden = hidden.new_empty(self.capacity * (MAX_SPECULATION_LENGTH + 1), hidden.shape[1])
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+    def _accept_apart(self, rows: int, k: int, features: StepFeatures) -> Tensor:
+        """The rest of a round in parts -> the record."""
+        assert self._hidden is not None, "the forward pass comes first"
+        state, hidden = self.batch.state(rows), self._hidden[: rows * (k + 1)].view(rows, k + 1, -1)
+        return self._accept(state, state.length.clone(), self._held_draft(rows, k), hidden, features)
+
+    def _held_draft(self, rows: int, k: int) -> DraftTensors:
+        return DraftTensors(self._drafted.tokens[:rows, :k].contiguous(), self._drafted.counts[:rows])
+
+    def _accept(
+        self, state: RowState, before: Tensor, draft: DraftTensors, hidden: Tensor, features: StepFeatures
+    ) -> Tensor:
+        """Accept and commit, given the target's hidden states [B, N + 1, width] at the draft -> the record."""
+        logits, k = self.target.logits(hidden), draft.k // self.width
         shaped = self._shaped(logits, state, features, draft.tokens)
         record = self.ops.accept(draft, shaped, state, self.rule, self.width)
         kept = before.new_full((state.rows,), k - 1) if draft.parents is None else self._keep(state, before, record, k)
@@ -224,11 +295,15 @@ class DeviceRound:
     def _shaped(
         self, logits: Tensor, state: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0
     ) -> Tensor:
-        """Apply the rows' penalties and cuts to logits [B, L, V].
+        """Apply the rows' masks, biases, penalties and cuts to logits [B, L, V].
 
         draft_tokens: [B, j] drafted so far.
         first: number of draft tokens before position 0 of the logits.
         """
+        if features.masks:
+            logits = self.ops.mask(logits, self._token_masks)
+        if features.biases:
+            logits = self.batch.sampling.biased(logits, state.slots)
         asks = features.adjusts or features.cuts or features.truncates
         return self.ops.shape(logits, state, features, draft_tokens, first) if asks else logits
 
@@ -286,13 +361,13 @@ class DeviceRound:
         text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.draft.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
-    def _verify(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
-        """Return the target's logits [B, k + 1, V] after each row's last token and after each of its draft tokens."""
+    def _forward(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
+        """Return the target's hidden states [B, N + 1, width] at each row's last token and at its draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
         # only recurrent states ask which tokens are real: keys and values of others are overwritten unread
         counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
-        return self.target.logits(self.target.forward(tokens, start, span, state.slots, counts, draft.tree))
+        return self.target.forward(tokens, start, span, state.slots, counts, draft.tree)
 
     def _keep(self, state: RowState, before: Tensor, record: Tensor, k: int) -> Tensor:
         """Move the accepted paths of trees behind the texts. Returns accepted tokens [B] that the draft model has read.
