@@ -230,11 +230,20 @@ def test_a_round_whose_rows_have_all_ended_is_not_observed(when: str) -> None:
 
 
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[tuple[int, int]] = []
+    rounds, cut = list[tuple[int, int]](), set[tuple[int, int]]()
     run_round = DeviceRound.run
-    monkeypatch.setattr(DeviceRound, "run", lambda *given: (rounds.append(given[1:3]), run_round(*given))[1])
+
+    def watched(device: DeviceRound, rows: int, k: int, longest: int, features: StepFeatures, *more: Any) -> Ticket:
+        rounds.append((rows, k))
+        cut.update([(rows, k)] if features.cuts else [])
+        return run_round(device, rows, k, longest, features, *more)
+
+    monkeypatch.setattr(DeviceRound, "run", watched)
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
     assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(rounds)
+    costs = cast(AutoLength, engine.parts.policy).costs.table
+    assert cut == {(rows, k) for rows in (1, 2) for k in (0, 7 if rows == 1 else 3)}
+    assert len(costs.cut_once) == len(costs.cut_step) == 2
     assert engine.batch.rows == 0
     assert engine.identity().attention != engine_on("host").identity().attention
     found = answers(run(engine, PROMPTS, PARAMS))
