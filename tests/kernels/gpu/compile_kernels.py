@@ -214,7 +214,15 @@ def shaping() -> dict[str, Used]:
     from paceline.kernels.gpu import cut, shape
     from paceline.kernels.gpu.draw import BLOCK
 
-    lines = {"per_row": "i32", "keys": "*i32", "bounds": "*i32", "edges": "*i32", "tallies": "*i64", "tops": "*fp32"}
+    lines = {
+        "lines": "*i64",
+        "bits": "*i32",
+        "keys": "*i32",
+        "bounds": "*i32",
+        "edges": "*i32",
+        "tallies": "*i64",
+        "tops": "*fp32",
+    }
     bins, columns, chunk = {"BINS": cut.BINS}, {"COLUMNS": cut.COLUMNS}, {"CHUNK": cut.CHUNK}
     options: dict[str, Any] = {"warps": 8, "fusion": False, "brackets": "*i64"} | lines
     found = {
@@ -228,6 +236,7 @@ def shaping() -> dict[str, Used]:
         found[f"cut, tally {element}"] = build(cut.tally_kernel, {"BLOCKS": 32} | block | chunk | bins, **types)
         found[f"cut, collect {element}"] = build(cut.collect_kernel, block | columns, **types)
         found[f"cut {element}"] = build(cut.cut_kernel, block, **types)
+        found[f"mask {element}"] = build(shape.mask_kernel, {"WIDTH": 17} | block, **types | {"fusion": True})
     return found
 
 

@@ -18,6 +18,7 @@ from paceline.core.batch import Batch, RowStart
 from paceline.core.rows import StepFeatures
 from paceline.core.values import Purpose
 from paceline.kernels.gpu import shape
+from paceline.kernels.gpu.masks import TokenMasks, masked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB, PLACES = 70, 2
@@ -137,3 +138,17 @@ def test_cuts_keep_the_hosts_tokens_of_lines_of_every_kind(count: int, block: in
     found = shape.shaped(logits, rows, asks, none, block=block)
     assert torch.equal(found, sampling.shaped(logits, rows, asks, none))
     assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(logits.float(), batch)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_leave_the_tokens_that_may_come(dtype: torch.dtype) -> None:
+    """Rows with masks at some positions, of more tokens than whole words have; what the round before set is gone."""
+    make, masks = torch.Generator().manual_seed(0), TokenMasks(4, 3, 150, torch.device(DEVICE))
+    masks.set([[torch.zeros(150, dtype=torch.bool).numpy()] * 3] * 4)
+    allowed = torch.rand(3, 2, 150, generator=make) < 0.4
+    masks.set([list(allowed[0].numpy()), [], [None, allowed[2, 1].numpy()]])
+    logits = torch.randn(3, 2, 150, generator=make).to(DEVICE, dtype)
+    allowed[1], allowed[2, 0] = True, True
+    expected = logits.float().masked_fill(~allowed.to(DEVICE), -torch.inf)
+    assert torch.equal(shape.masked(logits, masks, block=64), expected)
+    assert torch.equal(masked(logits, masks).float(), expected)

@@ -16,6 +16,7 @@ from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import count_tokens, truncate
 from paceline.kernels.gpu.cut import cut
 from paceline.kernels.gpu.draw import BLOCK, Blocks
+from paceline.kernels.gpu.masks import TokenMasks
 
 _WARPS = 8
 
@@ -67,6 +68,43 @@ def adjust_kernel(
         for stop in tl.static_range(STOPS):
             x = tl.where(column == tl.load(stops + slot * STOPS + stop), float("-inf"), x)
     tl.store(out + line * vocab + column, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["per_row"])
+def mask_kernel(
+    logits: tl.tensor,
+    bits: tl.tensor,
+    lines: tl.tensor,
+    out: tl.tensor,
+    line_stride: tl.tensor,
+    words: tl.tensor,
+    vocab: tl.tensor,
+    per_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): the logits -> out [N, V] float32, -inf where a line's bits (``TokenMasks``) are 0."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    mask = tl.load(lines + line // per_row * WIDTH + line % per_row)
+    if mask >= 0:
+        word = tl.load(bits + mask * words + (column >> 5), mask=inside, other=0)
+        x = tl.where((word >> (column & 31)) & 1 != 0, x, float("-inf"))
+    tl.store(out + line * vocab + column, x, mask=inside)
+
+
+def masked(logits: Tensor, masks: TokenMasks, block: int = BLOCK) -> Tensor:
+    """Set logits of tokens that may not come to -inf: [B, L, V] -> [B, L, V] float32."""
+    rows, length, vocab = logits.shape
+    lines, blocks = logits.reshape(-1, vocab), Blocks(vocab, block)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    mask_kernel[(rows * length, blocks.count)](
+        lines, masks.bits, masks.lines, out, lines.stride(0), masks.bits.shape[1], vocab, length,
+        WIDTH=masks.lines.shape[1], BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return out
 
 
 def shaped(
