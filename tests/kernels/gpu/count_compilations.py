@@ -21,8 +21,8 @@ from paceline.core.batch import Batch
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import StepFeatures
 from paceline.core.values import Purpose
-from paceline.kernels.gpu import linear
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
+from paceline.kernels.gpu import linear
 from paceline.kernels.gpu.accept import coupled, own_logprobs, rejection
 from paceline.kernels.gpu.draw import Noise, draw
 from paceline.kernels.gpu.linear import LARGEST_ROWS, Linears
