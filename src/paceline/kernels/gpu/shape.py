@@ -1,6 +1,4 @@
-"""Penalties and minimum length in one launch, then cuts (``gpu.cut``): ``sampling.shaped`` without a sort.
-
-Truncation by the shape of the distribution runs in torch, and only where a row asks for it.
+"""Penalties and minimum length in one launch, then truncation and cuts (``gpu.cut``): ``sampling.shaped``, no sort.
 
 Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens.
 """
@@ -13,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.sampling import count_tokens, truncate
-from paceline.kernels.gpu.cut import cut
+from paceline.core.sampling import count_tokens
+from paceline.kernels.gpu.cut import cut, truncate
 from paceline.kernels.gpu.draw import BLOCK, Blocks
 from paceline.kernels.gpu.masks import TokenMasks
 
@@ -116,7 +114,7 @@ def shaped(
     if asks.adjusts:
         lines = _adjusted(lines, rows, draft_tokens, first, blocks)
     if asks.truncates:
-        lines = truncate(lines.view(rows.rows, length, blocks.vocab).float(), rows.values).view(lines.shape)
+        lines = truncate(lines, rows, blocks)
     if asks.cuts:
         lines = cut(lines, rows, blocks)
     return lines.view(rows.rows, length, blocks.vocab)
