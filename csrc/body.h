@@ -527,8 +527,10 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
   for (int token = first; token < first + count; ++token) {
     if (a.paths && a.paths[token].from < group.contiguous) group.contiguous = a.paths[token].from;
     const int64_t position = a.positions[token];
-    const int64_t high = position + 1 < a.capacity ? position + 1 : a.capacity;
-    const int64_t low = a.window > 0 && high > a.window ? high - a.window : 0;
+    const int64_t own = position + 1 < a.capacity ? position + 1 : a.capacity;
+    const int64_t low = a.window > 0 && own > a.window ? own - a.window : 0;
+    const int64_t last = a.ends ? a.ends[token] : position;
+    const int64_t high = last + 1 < a.capacity ? last + 1 : a.capacity;
     for (int i = 0; i < shared; ++i) {
       const size_t head = static_cast<size_t>(kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);

@@ -33,13 +33,16 @@ PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_re
 PL_EXPORT Problem pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                              const int64_t* slots, const int64_t* parents, int count, int read, int text,
                              const Cache* cache, float* hidden, const int64_t* taps, int tap_count, float* features, double* seconds,
-                             const float* entering) {
+                             const float* entering, const int64_t* ends) {
   Tokens nodes = {tokens, rows, positions, slots, parents, count};
   nodes.read = read;
   nodes.entering = entering;
+  nodes.ends = ends;
   return guarded([&]() -> const char* {
     if (const char* problem = model->problem_with(nodes, *cache)) return problem;
     if (parents && !slots) return "a tree needs slots";
+    if (parents && ends) return "a tree is no block";
+    for (int i = 0; ends && i < count; ++i) if (ends[i] < positions[i]) return "a token does not see itself";
     if (read < 0 || read > count || (read > 0 && !parents)) return "only tokens of a tree may have been computed before";
     if (const char* problem = parents ? problem_with_trees(nodes, cache->capacity) : nullptr) return problem;
     if (text < 0 || text > count || (text > 0 && parents)) return "only a chain may begin with tokens without hidden states";

@@ -150,6 +150,7 @@ class Pass {
   }
 
   static void job(void* self, int thread) noexcept { static_cast<Pass*>(self)->run(thread); }
+  static void inject_job(void* self, int thread) noexcept { static_cast<Pass*>(self)->inject(thread); }
 
   // Notes what the slots of recurrent layers hold, once all layers have run.
   void commit() const {
@@ -179,6 +180,25 @@ class Pass {
       std::memcpy(out_.hidden + static_cast<size_t>(i - out_.text) * static_cast<size_t>(s_.width), normed, sizeof(float) * static_cast<size_t>(s_.width));
     }
     watch.lap(kPrepare);
+  }
+
+  // Keys and values of every layer, from the states that enter: the same ones for all layers, so they are quantised once.
+  void inject(int thread) const {
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) enter(i);
+    pool_.meet();
+    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, nullptr, m_.layers[0].qkv, thread);
+    for (const Layer& layer : m_.layers) {
+      Attention keys = describe(layer);
+      const int queries = layer.heads * layer.dim, first = queries / kPanel;
+      const Share panels_of(panels(layer.qkv.outputs) - first, thread, pool_.threads());
+      const LinearCall call = {&layer.qkv, input, tokens_.count, Epilogue::kStore, keys.qkv, keys.qkv_stride, 0.0f, nullptr};
+      k_.linear(call, first + panels_of.first, first + panels_of.last);
+      pool_.meet();
+      keys.qkv += queries;
+      keys.heads = 0;
+      write_keys(layer, keys, thread);
+    }
   }
 
   // Whether the pass ends with the keys and values of this layer: nothing behind them is wanted.
@@ -462,7 +482,7 @@ class Pass {
     const Attention attention = describe(layer);
     const Norm first = norm(layer.input_norm);
     float* residual = m_.residual_.as<float>();
-    const bool joined = s_.fusion && !projects() && index == 0;
+    const bool joined = s_.fusion && !s_.fusion->block && !projects() && index == 0;
     const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
                               : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     const float* const* changes = change(layer.changes[kChangedQkv], residual, layer.input_norm ? &first : nullptr, layer.qkv, thread);
@@ -606,7 +626,7 @@ class Pass {
   void embed(int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
-      if (s_.fusion) join(i);
+      if (s_.fusion && !s_.fusion->block) join(i);
       else if (tokens_.entering) enter(i);
       else embed_token(i, residual(i));
     }
@@ -731,10 +751,14 @@ class Pass {
   }
 
   void rotate(const Layer& layer, const Attention& attention, int thread) const {
-    const Rotary rotary = {layer.cosine, layer.sine, layer.rotary_half, s_.positions};
-    const Share share(tokens_.count, thread, pool_.threads());
     Attention own = attention;
     if (layer.reads_only) own.kv_heads = 0;  // it has queries only
+    write_keys(layer, own, thread);
+  }
+
+  void write_keys(const Layer& layer, const Attention& own, int thread) const {
+    const Rotary rotary = {layer.cosine, layer.sine, layer.rotary_half, s_.positions};
+    const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) k_.rotate_and_write(own, rotary, i, tokens_.rows[i]);
     pool_.meet();
   }
@@ -765,6 +789,7 @@ class Pass {
     a.out_stride = static_cast<size_t>(layer.attention_out.inputs);
     a.positions = tokens_.positions;
     a.slots = tokens_.slots;
+    a.ends = layer.looks_ahead ? tokens_.ends : nullptr;
     a.paths = paths_;
     a.keys = table.keys + offset;
     a.values = table.values ? table.values + offset : nullptr;
@@ -873,10 +898,11 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
   const size_t width = static_cast<size_t>(spec.width);
   const Paths paths(tokens);
   for (int start = tokens.read, stop = 0; start < tokens.count; start = stop) {
-    stop = spec.recurrent.kind ? chunk_end(tokens, start) : std::min(start + kChunk, tokens.count);
+    stop = spec.recurrent.kind || tokens.ends ? chunk_end(tokens, start) : std::min(start + kChunk, tokens.count);
     const Tokens chunk = {tokens.tokens + start, tokens.rows + start, tokens.positions + start,
                           tokens.slots ? tokens.slots + start : nullptr, tokens.parents ? tokens.parents + start : nullptr, stop - start,
-                          tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr};
+                          tokens.entering ? tokens.entering + static_cast<size_t>(start) * width : nullptr, 0,
+                          tokens.ends ? tokens.ends + start : nullptr};
     grow(pool.threads(), chunk.count);
     const size_t done = static_cast<size_t>(start - tokens.read) * width;
     const int text = std::clamp(out.text - start, 0, chunk.count);
@@ -887,6 +913,17 @@ void Model::forward(Pool& pool, const Tokens& tokens, const Cache& cache, const 
     pool.run(Pass::job, &pass);
     pass.commit();
     if (cut) read_end(pool, chunk, text, cache, hidden, seconds);
+  }
+}
+
+void Model::inject(Pool& pool, const Tokens& tokens, const Cache& cache) {
+  std::lock_guard<std::mutex> lock(one_call_at_a_time_);
+  for (int start = 0; start < tokens.count; start += kChunk) {
+    const Tokens chunk = {nullptr, tokens.rows + start, tokens.positions + start, nullptr, nullptr,
+                          std::min(kChunk, tokens.count - start), tokens.entering + static_cast<size_t>(start) * static_cast<size_t>(spec.width)};
+    grow(pool.threads(), chunk.count);
+    Pass pass(*this, pool, chunk, start, nullptr, cache, PassOutputs{}, nullptr);
+    pool.run(Pass::inject_job, &pass);
   }
 }
 
@@ -953,6 +990,17 @@ class FusePass {
     const Share share(panels(f_.fuse.outputs), thread, pool_.threads());
     const LinearCall call = {&f_.fuse, m_.shared_.view, rows_, Epilogue::kStore, out_, static_cast<size_t>(f_.fuse.outputs)};
     m_.kernels.linear(call, share.first, share.last);
+    if (!f_.block) return;
+    pool_.meet();
+    const size_t width = static_cast<size_t>(m_.spec.width);
+    const Norm after = {f_.hidden_norm, m_.spec.width, m_.spec.epsilon};
+    for (int i = rows.first; i < rows.last; ++i) {
+      float* fused = out_ + static_cast<size_t>(i) * width;
+      std::memcpy(own, fused, sizeof(float) * width);
+      std::memset(own + width, 0, sizeof(float) * (static_cast<size_t>(m_.padded_width) - width));
+      m_.kernels.apply_norm(own, after, m_.padded_width, own);
+      std::memcpy(fused, own, sizeof(float) * width);
+    }
   }
 
   // One token's hidden states side by side, each normed if the taps have norms.

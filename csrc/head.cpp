@@ -480,6 +480,24 @@ PL_EXPORT Problem pl_keep_fused(Model* head, Pool* pool, const Kept* kept, const
   return guarded([&] { keep_states(*head, *pool, *kept, rows, slots, features, count); });
 }
 
+// Keys and values of tokens of a block drafter's text, from their states that were kept.
+PL_EXPORT Problem pl_inject(Model* head, Pool* pool, const Kept* kept, const Cache* cache, const int64_t* rows, const int64_t* positions,
+                            int count) {
+  return guarded([&]() -> const char* {
+    if (!head->spec.fusion || !head->spec.fusion->block) return "only block drafters store keys of states";
+    const size_t width = static_cast<size_t>(head->spec.width);
+    std::vector<float> states(static_cast<size_t>(count) * width);
+    for (int i = 0; i < count; ++i) {
+      if (rows[i] < 0 || rows[i] >= cache->rows || positions[i] < 0) return "a token is outside the cache";
+      load_state(*kept, state_offset(*kept, rows[i], positions[i], width), states.data() + static_cast<size_t>(i) * width, width);
+    }
+    Tokens tokens = {nullptr, rows, positions, nullptr, nullptr, count};
+    tokens.entering = states.data();
+    head->inject(*pool, tokens, *cache);
+    return nullptr;
+  });
+}
+
 PL_EXPORT Problem pl_draft(Model* head, Pool* pool, const DraftCall* call, const Cache* cache, double* seconds) {
   return guarded([&] { return run_draft(*head, *pool, *call, *cache, seconds); });
 }

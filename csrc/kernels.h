@@ -107,6 +107,7 @@ struct Attention {
   size_t out_stride;
   const int64_t* positions;
   const int64_t* slots;  // null: equal to positions
+  const int64_t* ends;   // per token, the last position that it sees; null: its own
   const Path* paths;     // per token; null: keys lie at their positions
   uint8_t* keys;         // of this layer: [row][head][position][dim]
   uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written

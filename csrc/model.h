@@ -97,6 +97,7 @@ struct Layer {
   int32_t table;       // of the cache
   int32_t reads_only;  // whether an earlier layer writes its keys and values; qkv then has queries only
   int32_t heads, kv_heads, dim;
+  int32_t looks_ahead;  // whether a token of a block sees those behind it (Tokens::ends)
   const float* v_norm;      // [dim], or null
   const TokenInput* input;  // or null
   const float* scale_out;   // one factor of the layer's output, or null
@@ -130,6 +131,9 @@ struct Fusion {
   // A model's own head (MTP): `fuse` maps the normed embedding and the normed state behind it to the first layer's input,
   // and the target's hidden state is kept as it is. Null: the heads above.
   const float* embedding_norm;
+  // A block drafter: `hidden_norm` is of the fused hidden states, from which a text's keys and values are made, and the
+  // first layer reads tokens as that of a model does.
+  int32_t block;
 };
 
 struct ModelSpec {
@@ -315,6 +319,8 @@ struct Tokens {
   const float* entering = nullptr;  // [tokens][width]: the states that a head reads beside the tokens; of a model without
                                     // fusion, the first layer's input in place of the tokens
   int read = 0;                     // number of leading tokens that an earlier pass computed; they only serve as parents
+  const int64_t* ends = nullptr;    // last position that each token sees, in layers that look ahead; null: its own. A row's
+                                    // tokens up to there must be in the same pass
 };
 
 // The outputs of a forward pass.
@@ -367,6 +373,8 @@ class Model {
   void forward(Pool& pool, const Tokens& tokens, const Cache& cache, const PassOutputs& out, double* seconds);
   // head: an output head with the model's inputs, whose outputs are the logits of a row.
   void logits(Pool& pool, const float* hidden, int rows, float* out, const Linear& head);
+  // For a block drafter: stores keys and values of tokens in all layers, from their fused states `entering`.
+  void inject(Pool& pool, const Tokens& tokens, const Cache& cache);
   void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][tap_count][target width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t experts_read() const { return experts_read_; }  // experts whose weights were read, all layers and passes together

@@ -20,9 +20,11 @@ from paceline.drafters.heads import block_gguf
 from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.block_decoder import TorchBlock
 from paceline.drafters.heads.block_layouts import block_layout_of, read_block
+from paceline.drafters.heads.block_native import NativeBlock
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.config import HeadConfig
 from paceline.models.base import AnyModel
+from paceline.models.native.model import Quantization
 from toy import VOCAB
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY = 24, 40, 4, 2, 61
@@ -93,6 +95,25 @@ def tiny_block(
     head = BlockHead(config)
     head.load_state_dict(random_block(config))
     return TorchBlock(head.requires_grad_(False), "tiny block drafter", taps, target.max_positions)
+
+
+def tiny_native_block(
+    target: AnyModel,
+    target_width: int,
+    kind: str = "dflash",
+    taps: Sequence[int] = (0, 1),
+    quantization: Quantization | None = "int8",
+    *,
+    reduced: bool = False,
+) -> NativeBlock:
+    """The same on the CPU kernels, which require heads of at least 16 elements."""
+    vocabulary = target.vocab_size
+    drafted = 2 * vocabulary // 3 if reduced else None
+    config = block_config(kind, vocabulary, target_width, taps, drafted, head_dim=16)
+    head = BlockHead(config)
+    head.load_state_dict(random_block(config))
+    made = head.requires_grad_(False).bfloat16()
+    return NativeBlock(made, "tiny block drafter", taps, target.max_positions, quantization=quantization)
 
 
 LAYERS = {

@@ -20,7 +20,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from block_support import tiny_block
+from block_support import tiny_block, tiny_native_block
 from covering import in_turn, pairwise
 from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
@@ -155,10 +155,16 @@ IN_TORCH: dict[str, Callable[[AnyModel, int], HeadModel]] = {
     "dflash2": functools.partial(tiny_block, kind="dflash2"),
 }
 BLOCKS = ["dflash", "dspark", "dflash2"]
+ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside targets on the CPU kernels
+    "dflash": functools.partial(tiny_native_block, reduced=True),
+    "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
+}
 WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
+    if kind in ON_KERNELS and model in ("native", "experts", "lfm2"):
+        return ON_KERNELS[kind](MODELS[model](), WIDTHS[model])
     return IN_TORCH[kind](MODELS[model](), WIDTHS[model])
 
 
@@ -503,11 +509,12 @@ DRAFTERS_OF = {
     "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
     "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", "none"],
     "llama, split": ["model", "ragged", "head hybrid"],
-    "native": [*(each for each in DRAFTERS if each not in IN_TORCH), "parallel hybrid"],
+    "native": [*(each for each in DRAFTERS if each not in IN_TORCH), *ON_KERNELS, "parallel hybrid"],
     "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
-    **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
+    **dict.fromkeys(("recurrent", "gemma4 experts"), OTHER_LAYERS),
+    "lfm2": [*OTHER_LAYERS, "dspark"],
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
-    "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
+    "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head", "dflash"],
     "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
@@ -1028,7 +1035,7 @@ BRANCHING_OF = {
     "toy on the device": ["model", "self", "head"],
     "llama": ["documents", "model", "hybrid", "head", "parallel", *IN_TORCH],
     "llama, split": ["model", "head hybrid"],
-    "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid"],
+    "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid", *ON_KERNELS],
     "native by the host": ["head", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],

@@ -32,7 +32,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.slots import Slots
 from paceline.drafters.heads.block import BlockHead
-from paceline.drafters.heads.block_decoder import BlockAttend, BlockDecoder, TorchBlock
+from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock, TorchBlockDecoder
 from paceline.drafters.heads.block_layouts import read_block
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.checkpoint import load_head, read_head_config
@@ -243,11 +243,9 @@ def states_of(
     slots = list(range(len(lengths))) if rows is None else rows
     places = [(slot, at) for slot, first, end in zip(slots, done, lengths, strict=True) for at in range(first, end)]
     if places:
-        decoder.passes.inject(*torch.tensor(places).T)
-    positions = torch.tensor(lengths)[:, None] + torch.arange(SIZE)
-    head, where = decoder.model.head, Slots.listed(slots, torch.device("cpu"))
-    attend = BlockAttend(head, decoder.cache, decoder.backend, positions, max(lengths) + SIZE, where)
-    return head.block(anchors, positions, attend)
+        rows_of, positions = torch.tensor(places).T.contiguous()
+        decoder.inject(rows_of, positions)
+    return decoder.run_block(anchors, lengths, Slots.listed(slots, torch.device("cpu")))
 
 
 @torch.no_grad()
@@ -267,7 +265,7 @@ def test_states_equal_those_of_transformers_for_one_row_and_three(tmp_path: Path
     assert isinstance(head, BlockHead)
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(3, 40, 2, 32, generator=generator)
-    decoder = BlockDecoder(TorchBlock(head, "drafter", (0, 1), 64), ReferenceAttention(), 3, 40)
+    decoder = TorchBlockDecoder(TorchBlock(head, "drafter", (0, 1), 64), ReferenceAttention(), 3, 40)
     for row in range(3):
         decoder.fused_states.read(torch.full((40,), row), torch.arange(40), features[row])
     caches = [DFlashCache(config=config) for _ in range(3)]

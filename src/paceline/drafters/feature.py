@@ -14,7 +14,7 @@ from paceline.core.draft import Draft
 from paceline.core.sampling import Choices
 from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
-from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
+from paceline.drafters.heads.block_decoder import BlockDecoder, BlockModel
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchHeadDecoder
 from paceline.drafters.model import ComputeLogits, ModelDrafter
 from paceline.errors import ParameterError
@@ -42,7 +42,7 @@ class FeatureDrafter(ModelDrafter):
         self.head = decoder
         self.paying_rows = cast(HeadModel, decoder.model).paying_rows
         self._model = cast(HeadModel, decoder.model)
-        self.one_pass = isinstance(self._model, TorchBlock)  # others score token by token
+        self.one_pass = isinstance(self._model, BlockModel)  # others score token by token
         self._pass: DraftPass | None = None  # of the round's chains
         # captured rounds sample one token after the other
         self.on_device = self._native is None and self._model.captured and not self._model.one_pass
@@ -92,7 +92,10 @@ class FeatureDrafter(ModelDrafter):
         return lambda draft_tokens: found.logits(everyone, _path(batch, draft_tokens))[:, None]
 
     def _draft_pass(self, batch: Batch, k: int) -> DraftPass:
-        return cast(TorchHeadDecoder | BlockDecoder, self.head).draft_pass(batch, self._missing(batch), k)
+        missing = self._missing(batch)  # a large backlog is read here
+        if isinstance(self.head, BlockDecoder):
+            return self.head.draft_pass(batch)
+        return cast(TorchHeadDecoder, self.head).draft_pass(batch, missing, k)
 
     def _chance(self, choices: Choices, draft_token: Tensor, batch: Batch, draft_tokens: Tensor) -> Tensor:
         own = None if self._pass is None else self._pass.confidence(_path(batch, draft_tokens))

@@ -9,7 +9,8 @@ from weakref import WeakSet
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
-from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
+from paceline.drafters.heads.block_decoder import TorchBlock, TorchBlockDecoder
+from paceline.drafters.heads.block_native import NativeBlock, NativeBlockDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
@@ -78,12 +79,14 @@ class Assembly:
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
         """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
         sizes = self._sizes
+        if isinstance(model, NativeBlock):
+            return NativeBlockDecoder(model, *sizes)
         if isinstance(model, NativeHead):
             return NativeHeadDecoder(model, *sizes)
         if isinstance(model, Assistant):
             return AssistantDecoder(model, *sizes)
         if isinstance(model, TorchBlock):
-            return BlockDecoder(model, *sizes)
+            return TorchBlockDecoder(model, *sizes)
         if isinstance(model, TorchHead):
             return TorchHeadDecoder(model, *sizes)
         if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:

@@ -181,10 +181,10 @@ class CLayer(Structure):
         ("attention_out_norm", c_void_p), ("mlp_out_norm", c_void_p), ("cosine", c_void_p), ("sine", c_void_p),
         ("rotary_half", c_int32), ("scale", c_float), ("norm_all", c_int32), ("activation", c_int32),
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
-        ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("v_norm", c_void_p),
-        ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)), ("sinks", c_void_p),
-        ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float), ("parallel", c_int32),
-        ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
+        ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
+        ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
+        ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
+        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -195,7 +195,7 @@ class CFusion(Structure):
         ("fuse", CLinear), ("tap_norms", c_void_p), ("joint_norm", c_void_p), ("hidden_norm", c_void_p),
         ("targets", c_void_p), ("mask", c_void_p), ("mask_token", c_int64), ("vocabulary", c_int64),
         ("tap_count", c_int32), ("target_width", c_int32), ("normed_residual", c_int32), ("normed_state", c_int32),
-        ("embedding_norm", c_void_p),
+        ("embedding_norm", c_void_p), ("block", c_int32),
     )
 
 
@@ -262,7 +262,7 @@ class CAttention(Structure):
 
     _fields_ = (
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
-        ("positions", c_void_p), ("slots", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
+        ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
         ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
         ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
         ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
@@ -398,7 +398,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_free": (None, (c_void_p,)),
     "pl_experts_read": (c_int64, (c_void_p,)),
     "pl_forward": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int,
-        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p)),
+        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_logits": (Problem, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
     "pl_linear": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_size_t)),
     "pl_quantise": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -409,6 +409,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_source_hash": (c_char_p, ()),
     "pl_copy_columns": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pl_keep_fused": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
+    "pl_inject": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
     "pl_draft": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_texts_new": (NewObject, (c_int64,)),
     "pl_texts_free": (None, (c_void_p,)),
@@ -427,4 +428,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "164b2b666a77a7a4"
+INTERFACE = "9367cb5f6ccc6b45"

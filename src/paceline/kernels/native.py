@@ -326,6 +326,7 @@ class NativeDecoder:
         tapped: tuple[Sequence[int], Tensor] | None,
         seconds: Tensor | None,
         entering: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> str | None:
         """Fill hidden [N - read - text, width]; returns an error message about the input, or None.
 
@@ -334,6 +335,8 @@ class NativeDecoder:
             layers.
         seconds: adds the seconds of each of PHASES.
         entering: input of the first layer [N, width], float32, in place of the tokens' embeddings.
+        ends: last position [N] int64 that each token sees in layers that look ahead; None: its own. A row's tokens up
+            to there are among the nodes.
         """
         place, laps = ctypes.addressof(cache), address(seconds)
         tree = (None, None) if nodes.parents is None else (address(nodes.slots), nodes.parents.data_ptr())
@@ -341,7 +344,7 @@ class NativeDecoder:
         flat = nodes.tokens.data_ptr(), *where, *tree, nodes.tokens.shape[0], nodes.read, nodes.text
         taps, features = _NO_TAPS if tapped is None else (_layers(tapped[0]), tapped[1].data_ptr())
         out = address(hidden), taps, len(taps), features
-        given = *flat, place, *out, laps, address(entering)
+        given = *flat, place, *out, laps, address(entering), address(ends)
         problem: str | None = self._library.pl_forward(self._handle, self._pool, *given)
         return problem
 
@@ -361,6 +364,16 @@ class NativeDecoder:
         """For a head: fuse features [N, taps, target width] and keep them at rows, slots [N] int64."""
         where = rows.data_ptr(), slots.data_ptr(), features.data_ptr(), rows.shape[0]
         self._library.pl_keep_fused(self._handle, self._pool, ctypes.addressof(kept), *where)
+
+    def inject(self, kept: CKept, cache: CCache, rows: Tensor, positions: Tensor) -> str | None:
+        """For a block drafter: store keys and values of tokens whose fused states were kept.
+
+        rows, positions: [N] int64. Returns an error message about the input, or None.
+        """
+        where = rows.data_ptr(), positions.data_ptr(), rows.shape[0]
+        given = ctypes.addressof(kept), ctypes.addressof(cache), *where
+        problem: str | None = self._library.pl_inject(self._handle, self._pool, *given)
+        return problem
 
     def draft(self, call: CDraftCall, cache: CCache) -> str | None:
         """For a head: read the tokens it has not computed, then draft; returns an error message about the input, or

@@ -220,6 +220,7 @@ class LayerWeights:
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
     latent: of latent attention, whose heads are those of the absorbed form; None: keys and values of its own heads.
+    looks_ahead: whether the tokens of a block see those behind them.
     """
 
     qkv: LinearWeights
@@ -252,6 +253,7 @@ class LayerWeights:
     xielu: Tensor | None = None
     parallel: bool = False
     cap: float | None = None
+    looks_ahead: bool = False
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
@@ -265,6 +267,8 @@ class LayerWeights:
 class FusionWeights:
     """Extra weights of a head that reads its target's hidden states; its first layer's qkv has twice the inputs.
 
+    Those of a block drafter have as many as the other layers.
+
     fuse: all hidden states, concatenated, to the width.
     tap_norms: [taps, target width], or joint_norm [taps * target width]: norms applied before fuse.
     hidden_norm: [width], norm of the fused input beside the embedding.
@@ -272,6 +276,7 @@ class FusionWeights:
     vocabulary: size of the target's vocabulary, all of which the head reads.
     embedding_norm: [width], of a model's own head (MTP): ``fuse`` then maps the normed embedding, and the normed state
         behind it, to the first layer's input, and hidden states are kept as they are.
+    block: whether it is a block drafter's: the first layer is as a model's, and ``hidden_norm`` is of the fused states.
     mask: [width], with mask_token: stand for draft tokens that do not exist yet; None: the head reads its own draft
         tokens.
     """
@@ -289,6 +294,7 @@ class FusionWeights:
     normed_residual: bool = False
     normed_state: bool = False
     embedding_norm: Tensor | None = None
+    block: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: HeadConfig, block: BlockSpec) -> None:
         super().__init__()
-        self.proj = nn.Linear(config.width + block.markov_rank * block.confidence_reads_token, 1)
+        self.reads_token = block.confidence_reads_token
+        self.proj = nn.Linear(config.width + block.markov_rank * self.reads_token, 1)
 
 
 class CandidateSelector(nn.Module):
@@ -155,6 +156,43 @@ class CandidateSelector(nn.Module):
         return logits.new_full(logits.shape, NEVER).scatter_(-1, tokens, scores)
 
 
+class BlockTail:
+    """What ties the draft tokens of a block together, behind the layers. States may be of another type."""
+
+    def __init__(
+        self, markov: MarkovHead | None, confidence: ConfidenceHead | None, selector: CandidateSelector | None
+    ) -> None:
+        self._markov, self._confidence, self._selector = markov, confidence, selector
+        self._reads_token = confidence is not None and confidence.reads_token
+        self.modules = [module for module in (markov, confidence, selector) if module is not None]
+
+    def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
+        """Logits [N, Vd] of a draft token after those before it.
+
+        logits: [N, Vd], of its row. states: [N, n + 1, H], of the rows up to its own. path: [N, n + 1], the text's last
+        token and the n draft tokens before it, as the target's ids.
+        """
+        if self._markov is not None:
+            logits = logits + self._markov.bias(states.to(self._markov.markov_w2.weight.dtype), path).float()
+        if self._selector is not None:
+            state = states[:, -1].to(self._selector.hidden_projection.weight.dtype)
+            logits = self._selector.scores(logits, state, path[:, -1])
+        return logits
+
+    def confidence(self, state: Tensor, before: Tensor) -> Tensor | None:
+        """Probability [N] that a draft token is accepted if those before it are; None without such a head.
+
+        state: [N, H], of its row. before: [N], the token before it.
+        """
+        if self._confidence is None:
+            return None
+        state = state.to(self._confidence.proj.weight.dtype)
+        if self._reads_token:
+            assert self._markov is not None, "the configuration was checked"
+            state = torch.cat((state, self._markov.markov_w1(before)), dim=-1)
+        return cast(Tensor, self._confidence.proj(state)).float().sigmoid().squeeze(-1)
+
+
 class BlockHead(Head):
     """A block drafter. Its block has ``spec.size`` rows."""
 
@@ -171,6 +209,14 @@ class BlockHead(Head):
     def _add_fusion(self, config: HeadConfig) -> None:
         self.fc = nn.Linear(config.tap_count * config.target_width, config.width, bias=False)
         self.hidden_norm = rms_norm(config.width, config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device  # the output head may have no memory here
 
     def _layer(self, config: HeadConfig, index: int, joined: bool) -> HeadLayer:
         return BlockLayer(config, index)
@@ -195,30 +241,15 @@ class BlockHead(Head):
         return self.step(tokens, embedded.to(self.dtype), positions, attend).normed[:, self.spec.first_row :]
 
     def logits(self, normed: Tensor) -> Tensor:
-        logits = super().logits(normed).float() * self.spec.output_multiplier
-        cap = self.spec.logits_cap
-        return logits if cap is None else cap * (logits / cap).tanh()
+        return scaled(self.spec, super().logits(normed).float())
 
-    def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
-        """Logits [N, Vd] of a draft token after those before it.
+    @property
+    def tail(self) -> BlockTail:
+        """The parts behind the layers."""
+        return BlockTail(self.markov_head, self.confidence_head, self.candidate_selector)
 
-        logits: [N, Vd], of its row. states: [N, n + 1, H], of the rows up to its own. path: [N, n + 1], the text's last
-        token and the n draft tokens before it, as the target's ids.
-        """
-        if self.markov_head is not None:
-            logits = logits + self.markov_head.bias(states, path).float()
-        if self.candidate_selector is not None:
-            logits = self.candidate_selector.scores(logits, states[:, -1], path[:, -1])
-        return logits
 
-    def confidence(self, state: Tensor, before: Tensor) -> Tensor | None:
-        """Probability [N] that a draft token is accepted if those before it are; None without such a head.
-
-        state: [N, H], of its row. before: [N], the token before it.
-        """
-        if self.confidence_head is None:
-            return None
-        if self.spec.confidence_reads_token:
-            assert self.markov_head is not None, "the configuration was checked"
-            state = torch.cat((state, self.markov_head.markov_w1(before)), dim=-1)
-        return cast(Tensor, self.confidence_head.proj(state)).float().sigmoid().squeeze(-1)
+def scaled(spec: BlockSpec, logits: Tensor) -> Tensor:
+    """Apply a drafter's multiplier and cap to the logits of its output head."""
+    logits, cap = logits * spec.output_multiplier, spec.logits_cap
+    return logits if cap is None else cap * (logits / cap).tanh()

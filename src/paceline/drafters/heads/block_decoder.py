@@ -13,8 +13,9 @@ from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
-from paceline.drafters.heads.block import BlockHead
-from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, TorchFusedStates, TorchHead
+from paceline.drafters.heads.block import BlockHead, BlockTail
+from paceline.drafters.heads.block_spec import BlockSpec
+from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import SoftmaxTerms
 from paceline.kernels.attention.cached import CachedAttend
@@ -22,7 +23,30 @@ from paceline.models.base import AnyModel
 from paceline.models.decoding.passes import Part, Passes
 
 
-class TorchBlock(TorchHead):
+class BlockModel(HeadModel):
+    """A block drafter with the interface of a draft model. tail: the parts behind its layers."""
+
+    spec: BlockSpec
+    tail: BlockTail
+
+    def row_logits(self, states: Tensor) -> Tensor:
+        """Logits [..., Vd] of a block's rows by their normed states [..., H], float32, before ``tail``."""
+        raise NotImplementedError
+
+    def by_target(self, draft_logits: Tensor) -> Tensor:
+        """Logits [..., V] from those over its vocabulary [..., Vd], in float32."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.by_target(self.row_logits(hidden))
+
+    @property
+    def pass_bytes(self) -> None:
+        """None: its rows' logits come from one product, over its whole vocabulary."""
+        return
+
+
+class TorchBlock(BlockModel, TorchHead):
     """A block drafter in torch.
 
     shared_bytes: of tensors that are the target's, and not counted twice.
@@ -34,34 +58,121 @@ class TorchBlock(TorchHead):
         self, head: BlockHead, name: str, taps: Sequence[int], max_positions: int, shared_bytes: int = 0
     ) -> None:
         super().__init__(head, name, taps, max_positions)
-        self.slots_behind, self._shared_bytes = head.spec.size, shared_bytes
+        self.spec, self.tail, self.slots_behind = head.spec, head.tail, head.spec.size
+        self._shared_bytes = shared_bytes
+
+    def row_logits(self, states: Tensor) -> Tensor:
+        return self.head.logits(states)
+
+    def by_target(self, draft_logits: Tensor) -> Tensor:
+        whole = draft_logits.shape[-1] == self.vocab_size
+        return draft_logits if whole else TorchHead.by_target(self, draft_logits)
 
     def weight_bytes(self) -> int:
         return super().weight_bytes() - self._shared_bytes
-
-    def by_target(self, draft_logits: Tensor) -> Tensor:
-        return draft_logits if draft_logits.shape[-1] == self.vocab_size else super().by_target(draft_logits)
-
-    @property
-    def pass_bytes(self) -> None:
-        """None: its rows' logits come from one product, over its whole vocabulary."""
-        return
 
 
 class BlockPass(DraftPass):
     """Result of a block's pass. The output head has scored all of its rows in one product."""
 
-    def __init__(self, model: TorchBlock, states: Tensor) -> None:
+    def __init__(self, model: BlockModel, states: Tensor) -> None:
         super().__init__(model, states)
-        self._block, self._row_logits = model, model.head.logits(states)
+        self._block, self._row_logits = model, model.row_logits(states)
 
     def logits(self, rows: Tensor, path: Tensor) -> Tensor:
-        step, head = path.shape[1], self._block.head
-        logits = head.continued(self._row_logits[rows, step - 1], self._states[rows, :step], path)
+        step = path.shape[1]
+        logits = self._block.tail.continued(self._row_logits[rows, step - 1], self._states[rows, :step], path)
         return self._block.by_target(logits)
 
     def confidence(self, path: Tensor) -> Tensor | None:
-        return self._block.head.confidence(self._states[:, path.shape[1] - 1], path[:, -1])
+        return self._block.tail.confidence(self._states[:, path.shape[1] - 1], path[:, -1])
+
+
+class BlockPasses(Passes):
+    """Passes of a block drafter over a text: its keys and values come from the stored hidden states."""
+
+    def __init__(self, decoder: BlockDecoder) -> None:
+        super().__init__(decoder.model, decoder.cache, decoder.vocab_size)
+        self._decoder = decoder
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        slots, firsts, sizes = zip(*((part.slot, part.first, len(part.tokens)) for part in parts), strict=True)
+        self._decoder.inject(*listed(slots, firsts, sizes, self.cache.keys.device))
+
+    def read(self, parts: Sequence[Part]) -> list[Tensor]:
+        raise AssertionError("the text of a block drafter has no hidden states")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor,
+        longest: int,
+        rows: Slots,
+        counts: Tensor | None = None,
+        tree: Tree | None = None,
+    ) -> Tensor:
+        raise AssertionError("a block drafter reads blocks")
+
+    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
+        raise AssertionError("a block drafter verifies nothing")
+
+    def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
+        raise AssertionError("one pass gives the logits of all branches")
+
+
+def listed(
+    slots: Sequence[int], firsts: Sequence[int], sizes: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Slot and position of ``sizes`` consecutive tokens of each slot, [N] int64 each."""
+    rows = [slot for slot, size in zip(slots, sizes, strict=True) for _ in range(size)]
+    positions = [first + i for first, size in zip(firsts, sizes, strict=True) for i in range(size)]
+    return torch.tensor(rows, device=device), torch.tensor(positions, device=device)
+
+
+class BlockDecoder(HeadDecoder):
+    """Decoder of a block drafter. A token counts as computed when its keys and values are stored.
+
+    The last token of a text has no hidden states yet: it is the anchor of the next block. The block lies in the slots
+    behind the text, where the next tokens overwrite it.
+    """
+
+    unread = 0
+    model: BlockModel
+
+    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+        assert isinstance(model, BlockModel)
+        return super()._new_cache(model, rows, positions + model.slots_behind)
+
+    def _new_passes(self) -> Passes:
+        return BlockPasses(self)
+
+    def resize_row(self, row: int, positions: int) -> None:
+        self.cache.resize(row, positions + self.model.slots_behind if positions else 0)
+        self.fused_states.resize_row(row, positions)
+
+    def capacity_of(self, row: int) -> int:
+        return max(0, super().capacity_of(row) - self.model.slots_behind)
+
+    def inject(self, rows: Tensor, positions: Tensor) -> None:
+        """Store keys and values of N tokens. rows, positions: [N] int64, slot and position of each."""
+        raise NotImplementedError
+
+    def run_block(self, anchors: Tensor, lengths: Sequence[int], rows: Slots) -> Tensor:
+        """Run a block behind each text -> the normed states [B, size - first row, H] of the rows that draft.
+
+        anchors: [B] int64, the last token of each text. lengths: tokens of each text before it.
+        """
+        raise NotImplementedError
+
+    def draft_pass(self, batch: Batch) -> BlockPass:
+        """Store the tokens that are missing except each row's last one, and run a whole block of every row."""
+        computed = self.num_computed_tokens[batch.live_slots.where].tolist()
+        known = [length - 1 for length in batch.lengths]
+        missing = [length - done for length, done in zip(known, computed, strict=True)]
+        if any(missing):
+            self.inject(*listed(batch.slots, computed, missing, batch.device))
+        self.num_computed_tokens[batch.live_slots.where] = batch.live_length - 1
+        return BlockPass(self.model, self.run_block(batch.pending()[:, 0], known, batch.live_slots))
 
 
 class BlockAttend:
@@ -90,67 +201,10 @@ class BlockAttend:
         return self._of_layers[layer](layer, q, k, v, scale=scale, window=window, terms=terms)
 
 
-class BlockPasses(Passes):
-    """Passes of a block drafter over a text: its keys and values come from the stored hidden states."""
+class TorchBlockDecoder(BlockDecoder):
+    """Decoder of a ``TorchBlock``."""
 
-    def __init__(self, model: TorchBlock, decoder: BlockDecoder) -> None:
-        super().__init__(model, decoder.cache, decoder.vocab_size)
-        self._head, self._fused = model.head, decoder.fused_states
-
-    def inject(self, rows: Tensor, positions: Tensor) -> None:
-        """Store keys and values of N tokens. rows, positions: [N] int64, row and position of each."""
-        places = self.cache.within(rows, positions)
-
-        def store(layer: int, k: Tensor, v: Tensor) -> None:
-            for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):
-                table[rows, :, places] = new.to(table.dtype)
-
-        self._head.inject(self._fused.fused[rows, positions][None], positions[None], store)
-
-    def fill(self, parts: Sequence[Part]) -> None:
-        slots, firsts, sizes = zip(*((part.slot, part.first, len(part.tokens)) for part in parts), strict=True)
-        self.inject(*_listed(slots, firsts, sizes, self.cache.keys.device))
-
-    def read(self, parts: Sequence[Part]) -> list[Tensor]:
-        raise AssertionError("the text of a block drafter has no hidden states")
-
-    def forward(
-        self,
-        tokens: Tensor,
-        start: Tensor,
-        longest: int,
-        rows: Slots,
-        counts: Tensor | None = None,
-        tree: Tree | None = None,
-    ) -> Tensor:
-        raise AssertionError("a block drafter reads blocks")
-
-    def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
-        raise AssertionError("a block drafter verifies nothing")
-
-    def branches(self, batch: Batch, draft: Draft, new: Sequence[range]) -> Tensor:
-        raise AssertionError("one pass gives the logits of all branches")
-
-
-def _listed(
-    slots: Sequence[int], firsts: Sequence[int], sizes: Sequence[int], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Slot and position of ``sizes`` consecutive tokens of each slot, [N] int64 each."""
-    rows = [slot for slot, size in zip(slots, sizes, strict=True) for _ in range(size)]
-    positions = [first + i for first, size in zip(firsts, sizes, strict=True) for i in range(size)]
-    return torch.tensor(rows, device=device), torch.tensor(positions, device=device)
-
-
-class BlockDecoder(HeadDecoder):
-    """Decoder of a ``TorchBlock``. A token counts as computed when its keys and values are stored.
-
-    The last token of a text has no hidden states yet: it is the anchor of the next block. The block lies in the slots
-    behind the text, where the next tokens overwrite it.
-    """
-
-    unread = 0
     model: TorchBlock
-    passes: BlockPasses
     fused_states: TorchFusedStates
 
     def __init__(
@@ -159,36 +213,18 @@ class BlockDecoder(HeadDecoder):
         self.fused_states = TorchFusedStates(model, rows, positions)
         super().__init__(model, backend, rows, positions, vocab_size)
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
-        return super()._new_cache(model, rows, positions + self._behind(model))
+    def inject(self, rows: Tensor, positions: Tensor) -> None:
+        places = self.cache.within(rows, positions)
 
-    @staticmethod
-    def _behind(model: AnyModel) -> int:
-        assert isinstance(model, TorchBlock)
-        return model.slots_behind
+        def store(layer: int, k: Tensor, v: Tensor) -> None:
+            for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):
+                table[rows, :, places] = new.to(table.dtype)
 
-    def _new_passes(self) -> Passes:
-        return BlockPasses(self.model, self)
+        self.model.head.inject(self.fused_states.fused[rows, positions][None], positions[None], store)
 
-    def resize_row(self, row: int, positions: int) -> None:
-        self.cache.resize(row, positions + self.model.slots_behind if positions else 0)
-        self.fused_states.resize_row(row, positions)
-
-    def capacity_of(self, row: int) -> int:
-        return max(0, super().capacity_of(row) - self.model.slots_behind)
-
-    def draft_pass(self, batch: Batch, missing: int, k: int) -> BlockPass:
-        """Store the tokens that are missing except each row's last one, and run a whole block of every row.
-
-        missing: not needed. The first k rows that draft are kept, so a draft does not depend on k.
-        """
-        computed, slots = self.num_computed_tokens[batch.live_slots.where].tolist(), batch.slots
-        sizes = [length - 1 - done for length, done in zip(batch.lengths, computed, strict=True)]
-        if any(sizes):
-            self.passes.inject(*_listed(slots, computed, sizes, batch.device))
-        self.num_computed_tokens[batch.live_slots.where] = batch.live_length - 1
-        head = self.model.head
-        positions = (batch.live_length - 1)[:, None] + torch.arange(head.spec.size, device=batch.device)
-        longest = min(batch.longest - 1 + head.spec.size, self.cache.positions + 1)
-        attend = BlockAttend(head, self.cache, self.backend, positions, longest, batch.live_slots)
-        return BlockPass(self.model, head.block(batch.pending()[:, 0], positions, attend)[:, :k])
+    def run_block(self, anchors: Tensor, lengths: Sequence[int], rows: Slots) -> Tensor:
+        size, starts = self.model.spec.size, torch.tensor(lengths, device=anchors.device)
+        positions = starts[:, None] + torch.arange(size, device=anchors.device)
+        longest = min(max(lengths) + size, self.cache.positions + 1)
+        attend = BlockAttend(self.model.head, self.cache, self.backend, positions, longest, rows)
+        return self.model.head.block(anchors, positions, attend)

@@ -153,6 +153,11 @@ def block_tensors(file: GGUFFile) -> dict[str, Tensor]:
     return {_named(name): _read(name, stored) for name, stored in file.tensors.items()}
 
 
+def block_names(file: GGUFFile) -> list[str]:
+    """Names of a file's tensors in the state dict."""
+    return list(map(_named, file.tensors))
+
+
 def _named(name: str) -> str:
     if not (layer := _LAYER.fullmatch(name)):
         return _TENSORS.get(name, name)

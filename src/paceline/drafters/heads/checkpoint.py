@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config.files import write_text, written_whole
-from paceline.drafters.heads.block_gguf import block_tensors, is_block_file, read_block_file
+from paceline.drafters.heads.block_gguf import block_names, block_tensors, is_block_file, read_block_file
 from paceline.drafters.heads.block_layouts import block_layout_of, read_block
 from paceline.drafters.heads.config import HeadConfig, layout_of
 from paceline.drafters.heads.head import Head
@@ -25,7 +25,7 @@ from paceline.models.files.safetensors import PICKLES, stored_tensors
 
 _Names = Mapping[str, str]  # beginnings of tensors' names in a file, and what stands for them in the state dict
 
-_FLAT_LAYER = "midlayer."
+_HEAD_NAMES: _Names = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 _BLOCK_NAMES: _Names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "logit_head.": ""}
 _MASK_FILE = "mask_embedding.pt"  # a mask's embedding in place of the target's, which some drafters have
 _EMBEDDING = "embed_tokens.weight"
@@ -63,8 +63,15 @@ def _read_config(path: Path, vocab_size: int | None) -> tuple[HeadConfig, _Names
     layout = block_layout_of(fields)
     if layout is not None:
         return read_block(fields, layout, vocab_size), _BLOCK_NAMES
-    config, other = HeadConfig.read(fields)
-    return config, {_FLAT_LAYER: "layers.0."} if other == "flat" else {}
+    return HeadConfig.read(fields)[0], _HEAD_NAMES
+
+
+@reads_model
+def lacks_ends(source: ResolvedSource) -> bool:
+    """Whether the head at ``source`` has neither an embedding nor an output head. Raises as ``load_head``."""
+    path = _path(source)
+    stored = block_names(GGUFFile(path)) if path.is_file() else stored_tensors(path)
+    return not {_EMBEDDING, _OUTPUT} & set(stored)
 
 
 @reads_model
@@ -80,7 +87,8 @@ def load_head(
     """Load the head at ``source``, a directory or a hub name.
 
     dtype: float32, bfloat16 or float16.
-    embedding: the target's token embedding [V, H], or a function that loads it; used if the checkpoint has none.
+    embedding: the target's token embedding [V, H], or a function that loads it; used if the checkpoint has none. Its
+        device may be "meta", and so may that of ``output``, if another model has the numbers.
     output: loads the target's output embedding [V, H]; used if the checkpoint has none, because it is the target's.
     vocab_size: see ``read_head_config``.
 
@@ -99,7 +107,10 @@ def load_head(
     if _OUTPUT not in tensors and output is not None and "d2t" in tensors:
         tensors[_OUTPUT] = _output_rows(output(), tensors["d2t"], str(path))
     _compare(tensors, wanted, str(path))
-    state = {name: tensors[name].to(device, _dtype_for(tensors[name], dtype)) for name in wanted}
+    state = {
+        name: tensors[name] if tensors[name].is_meta else tensors[name].to(device, _dtype_for(tensors[name], dtype))
+        for name in wanted
+    }
     head.load_state_dict(state, assign=True)
     _check_vocabulary(head, str(path))
     return head.requires_grad_(False).eval()
@@ -201,7 +212,8 @@ def _compare(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where:
         if tensor.shape != wanted[name].shape:
             shapes = f"{list(tensor.shape)}, but config.json implies {list(wanted[name].shape)}"
             raise ModelFormatError(f"{where}: {name} has the shape {shapes}")
-        check_finite(tensor, f"{where}: {name}")
+        if not tensor.is_meta:
+            check_finite(tensor, f"{where}: {name}")
 
 
 def _dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

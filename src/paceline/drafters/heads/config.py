@@ -26,7 +26,7 @@ _FAMILIES = ("llama", "qwen3")  # model_type of a head's own layers; the target'
 _COPIED = (*_FAMILIES, "qwen2")  # model_type of layers copied from the target
 # model_type of targets whose checkpoints have a head of their own
 _OWN = tuple(kind for kind, family in FAMILIES.items() if family.head is not None)
-_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_FLAT_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _KINDS = {  # from speculators_model_type to the class name in speculators; the last two are paceline's own
     "eagle3": "Eagle3Speculator",
     "peagle": "PEagleSpeculator",

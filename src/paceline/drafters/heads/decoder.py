@@ -120,7 +120,7 @@ class TorchHead(HeadModel):
 class DraftPass:
     """Result of a pass of a head that makes all draft tokens at once. states: [B, k, width], normed, one each."""
 
-    def __init__(self, model: TorchHead, states: Tensor) -> None:
+    def __init__(self, model: HeadModel, states: Tensor) -> None:
         self._model, self._states = model, states
 
     def logits(self, rows: Tensor, path: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from paceline.config import QuantizationName
 from paceline.drafters.heads.assistant_loading import is_assistant, load_assistant
 from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.block_decoder import TorchBlock
-from paceline.drafters.heads.checkpoint import is_head, load_head, read_head_config
+from paceline.drafters.heads.block_native import NativeBlock
+from paceline.drafters.heads.checkpoint import is_head, lacks_ends, load_head, read_head_config
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import HeadModel, TorchHead
 from paceline.drafters.heads.head import Head
@@ -84,7 +85,8 @@ def load_head_for(
         return load_assistant(target, source, path, dtype, quantization)
     config = read_head_config(path, target.vocab_size)
     taps = _check_target(config, target, source, path)
-    ends = _TargetEnds(target, source, dtype)
+    shares = _shares_packed_ends(config, path, target, dtype, quantization)
+    ends = _TargetEnds(target, source, dtype, shared_width=config.width if shares else None)
     head = load_head(
         path,
         dtype=dtype,
@@ -96,11 +98,36 @@ def load_head_for(
     return prepare_head(head, str(path), taps, target, quantization)
 
 
-class _TargetEnds:
-    """Embedding and output head [V, H] of a target in ``dtype``: its own tensors where they are of it, else read."""
+def _shares_packed_ends(
+    config: HeadConfig,
+    path: Path,
+    target: AnyModel,
+    dtype: torch.dtype,
+    quantization: QuantizationName | Literal["same"] | None,
+) -> bool:
+    """Whether a block drafter runs on the CPU kernels with the packed embedding and output head of its target."""
+    if config.block is None or not isinstance(target, NativeModel) or obstacle_of_head(config) is not None:
+        return False
+    wanted = target.quantization if quantization == "same" else quantization
+    runs = wanted in ("int8", "int4") or (wanted is None and dtype == torch.bfloat16)
+    whole = config.draft_vocab_size == target.vocab_size and config.width == target.width
+    return runs and whole and lacks_ends(path)
 
-    def __init__(self, target: AnyModel, source: Source, dtype: torch.dtype) -> None:
+
+class _TargetEnds:
+    """Embedding and output head [V, H] of a target in ``dtype``: its own tensors where they are of it, else read.
+
+    shared_width: width of both if the head uses the target's packed ones: then only their shapes are given (device
+        "meta").
+    """
+
+    def __init__(
+        self, target: AnyModel, source: Source, dtype: torch.dtype, *, shared_width: int | None = None
+    ) -> None:
         self._tensors = self.of(target)
+        if shared_width is not None:
+            shape = torch.empty(target.vocab_size, shared_width, dtype=dtype, device="meta")
+            self._tensors = shape, shape
         self._source, self._dtype, self._device = source, dtype, target.device
 
     @staticmethod
@@ -220,6 +247,9 @@ def prepare_head(
         try:
             if wanted == "fp8":
                 raise ModelFormatError("fp8 weights need a CUDA device")
+            if isinstance(head, BlockHead):
+                shares = head.lm_head.weight.is_meta
+                return NativeBlock(head, *given, quantization=wanted, target=target if shares else None)
             return NativeHead(head, *given, quantization=wanted)
         except ModelFormatError as error:
             obstacle = str(error)

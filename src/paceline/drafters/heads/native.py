@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.drafters.heads.feature import FeatureHead
@@ -95,8 +96,8 @@ def obstacle_of_head(config: HeadConfig) -> str | None:
     """Return why the kernels cannot run heads of this configuration; None if they can."""
     if config.kind in ("hidden_transfer", "chimera"):
         return "hidden transfer and Chimera heads run in torch only"
-    if config.block is not None:
-        return "block drafters run in torch only"
+    if config.block is not None and config.block.conv_kernel:
+        return "the convolutions of DFlash2 run in torch only"
     return obstacle_of(replace(config.decoder, mtp=False))
 
 
@@ -105,23 +106,25 @@ def spec_of_head(head: Head, max_positions: int) -> NativeSpec:
     shape, config, state = head.config.decoder, head.config, head.state_dict()
     if obstacle := obstacle_of_head(config):
         raise ModelFormatError(obstacle)
-    assert isinstance(head, FeatureHead)
-    first = shape.layers[0].attention
+    assert isinstance(head, FeatureHead | BlockHead)
+    first, block = shape.layers[0].attention, config.block
     assert first.rotary is not None
-    order = head.targets.argsort()  # ties are broken by token id, which must be the target's
+    # Ties are broken by token id, which must be the target's. A block drafter's tokens are drawn elsewhere.
+    order = head.targets.argsort() if block is None else torch.arange(len(head.targets))
     spec = NativeSpec(
         width=shape.width,
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
         vocab_size=config.draft_vocab_size,
-        max_positions=max_positions,
+        max_positions=max_positions + (0 if block is None else block.size),
         rotary=first.rotary,
         embedding=state["embed_tokens.weight"],
         final_norm=state["norm.weight"],
         layers=[_layer_of(config, index, state) for index in range(len(shape.layers))],
         head=LinearWeights(state["lm_head.weight"][order]),
         epsilon=shape.norm.eps,
+        embed_scale=1.0 if block is None else block.embedding_scale,
         fusion=_fusion_of(head, head.targets[order], state),
     )
     check_spec(spec)
@@ -139,9 +142,10 @@ def spec_of_own_head(head: MtpHead, max_positions: int, readers: Mapping[str, Re
 
 def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> LayerWeights:
     name, attention = f"layers.{index}", config.decoder.layers[index].attention
+    joined = index == 0 and config.block is None
     qkv = _linear(state, *(f"{name}.self_attn.{part}_proj" for part in "qkv"))
     return LayerWeights(
-        qkv=halves_padded(qkv) if index == 0 else qkv,
+        qkv=halves_padded(qkv) if joined else qkv,
         attention_out=_linear(state, f"{name}.self_attn.o_proj"),
         gate_up=_linear(state, f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
         down=_linear(state, f"{name}.mlp.down_proj"),
@@ -150,23 +154,25 @@ def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> La
         q_norm=state.get(f"{name}.self_attn.q_norm.weight"),
         k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
         window=attention.window,
+        looks_ahead=config.block is not None and not config.block.is_causal(attention.window),
     )
 
 
-def _fusion_of(head: FeatureHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
+def _fusion_of(head: FeatureHead | BlockHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:
     """targets: ascending, as the output head's rows are ordered."""
     config = head.config
     norms = [state[f"fc_norm.{tap}.weight"] for tap in range(config.tap_count)] if config.fc_norm else None
     return FusionWeights(
         fuse=_linear(state, "fc"),
-        hidden_norm=state["layers.0.hidden_norm.weight"],
+        hidden_norm=state["hidden_norm.weight" if config.block else "layers.0.hidden_norm.weight"],
         targets=targets,
         vocabulary=config.decoder.vocab_size,
         tap_count=config.tap_count,
         target_width=config.target_width,
         tap_norms=None if norms is None else torch.stack(norms),
         joint_norm=state["input_norm.weight"] if config.norm_before_fc else None,
-        mask=head.mask(),
+        mask=head.mask() if isinstance(head, FeatureHead) else None,
+        block=config.block is not None,
         mask_token=config.mask_token or 0,
         normed_residual=config.norm_before_residual,
         normed_state=config.norm_output,

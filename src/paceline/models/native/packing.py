@@ -187,6 +187,7 @@ class _Packer:
             target_width=fusion.target_width,
             normed_residual=fusion.normed_residual,
             normed_state=fusion.normed_state,
+            block=fusion.block,
             embedding_norm=None if fusion.embedding_norm is None else self._vector(self._padded(fusion.embedding_norm)),
         )
 
@@ -217,6 +218,7 @@ class _Packer:
             input=None if layer.input is None else pointer(self._input(layer.input, to)),
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
+            looks_ahead=layer.looks_ahead,
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
             latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
             norm_after=layer.norm_after,
