@@ -31,6 +31,7 @@ from paceline.core.outputs import CompletionOutput
 from paceline.core.processors import ProcessedRow
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
+from paceline.core.slots import Slots
 from paceline.core.values import DeviceAcceptance
 from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
@@ -676,7 +677,11 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     """Rows of all lengths, 1 included, with stale tokens behind their ends."""
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
-    draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
+    rows = Slots.listed(range(64), texts.device)
+    draft_tokens, matched = copied(texts, rows, length, k, LONGEST_SUFFIX)
+    by_kernel = copied(texts, rows, length, k, LONGEST_SUFFIX, TritonOps().last_match)
+    assert torch.equal(by_kernel[1], matched)
+    assert torch.equal(by_kernel[0][matched > 0], draft_tokens[matched > 0])
     found = HostLookup(()).find(SearchedRows(texts, length, range(64)), k)
     assert matched.tolist() == found.matched
     for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
@@ -698,9 +703,13 @@ def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
     batch.set_live(range(40))
     references = References(batch)
     assert references.follow(batch)
-    suffix = suffix_of(texts, length, LONGEST_SUFFIX)
-    found, count, matched = copied_from(references.table, references.size, suffix, k)
-    own = copied(texts, length, k, LONGEST_SUFFIX)[1]
+    rows = Slots.listed(range(40), texts.device)
+    suffix = suffix_of(texts, rows, length, LONGEST_SUFFIX)
+    found, count, matched = copied_from(references.table, rows, references.size, suffix, k)
+    own = copied(texts, rows, length, k, LONGEST_SUFFIX)[1]
+    by_kernel = copied_from(references.table, rows, references.size, suffix, k, TritonOps().last_match)
+    for one, other in zip(by_kernel, (found, count, matched), strict=True):
+        assert torch.equal(one[matched > 0], other[matched > 0])
     expected = lookup.find(SearchedRows(texts, length, range(40), sources), k)
     longer = [row for row in range(40) if matched[row] > own[row]]
     assert len(longer) > 5

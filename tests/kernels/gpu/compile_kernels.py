@@ -194,6 +194,14 @@ def drawing() -> dict[str, Used]:
     }
 
 
+def searching() -> dict[str, Used]:
+    from paceline.kernels.gpu.search import _BLOCK, _WARPS, match_kernel
+
+    constants = {"SUFFIX": 5, "BLOCK": _BLOCK, "SEPARATES": -1, "IDLE_ROWS": True}
+    types = dict.fromkeys(("table", "size", "suffix", "place", "matched"), "*i64")
+    return {"match": build(match_kernel, constants, warps=_WARPS, **types)}
+
+
 def accepting() -> dict[str, Used]:
     from paceline.kernels.gpu import accept
     from paceline.kernels.gpu.draw import BLOCK
@@ -325,7 +333,7 @@ def recurrent() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between, recurrent]
+FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each

@@ -378,14 +378,14 @@ class DeviceRound:
 
         The longer match wins, and the own text's of equal ones. A row without a match has no draft tokens.
         """
-        text = state.slots.of(state.text[:, :span])
-        tokens, matched = copied(text, state.length, k, LONGEST_SUFFIX)
+        text, rows, find = state.text[:, :span], state.slots, self.ops.last_match
+        tokens, matched = copied(text, rows, state.length, k, LONGEST_SUFFIX, find)
         real = torch.full_like(matched, k)
         if references:
             assert self._references is not None
-            suffix = suffix_of(text, state.length, LONGEST_SUFFIX)
-            table, size = (state.slots.of(each) for each in (self._references.table, self._references.size))
-            others, count, longer = copied_from(table, size, suffix, k)
+            suffix = suffix_of(text, rows, state.length, LONGEST_SUFFIX)
+            size = rows.of(self._references.size)
+            others, count, longer = copied_from(self._references.table, rows, size, suffix, k, find)
             tokens = torch.where((longer > matched)[:, None], others, tokens)
             real, matched = torch.where(longer > matched, count, real), torch.maximum(longer, matched)
         counts = torch.minimum(self._caps.device[: state.rows], real) * (matched > 0)

@@ -13,17 +13,23 @@ from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
 from paceline.core.sampling import checked, draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.slots import Slots
 from paceline.core.values import Accepted, DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu.launch import why_not
+from paceline.kernels.gpu.lookup import last_match
 from paceline.kernels.gpu.masks import TokenMasks, masked
 from paceline.kernels.gpu.state import with_path
 
 
 class DeviceOps(RoundOps, Protocol):
-    """``RoundOps`` with the masks that the host makes."""
+    """``RoundOps`` with the masks that the host makes, and the search for n-gram drafts."""
 
     def mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
         """Set logits [B, L, V] of tokens that may not come to -inf, in a copy."""
+        ...
+
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the longest match of each row's last tokens (``lookup.last_match``)."""
         ...
 
 
@@ -93,6 +99,9 @@ class ReferenceOps(_ComposedOps):
     def mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
         return masked(logits, masks)
 
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        return last_match(table, rows, size, suffix)
+
     def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = checked(draw_at_temperature(logits, rows), logits, logits)
         if synthetic is None:
@@ -137,6 +146,11 @@ class TritonOps(_ComposedOps):
         from paceline.kernels.gpu.shape import masked as by_triton
 
         return by_triton(logits, masks)
+
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        from paceline.kernels.gpu.search import last_match as by_triton
+
+        return by_triton(table, rows, size, suffix)
 
     def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.kernels.gpu.accept import coupled
