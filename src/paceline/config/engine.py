@@ -134,7 +134,7 @@ class EngineConfig:
             "What runs a round: host, step by step, or device, as one program. auto is device on CUDA where models, "
             "drafter and attention allow it.",
             more='With "device" a round is one program (on CUDA a graph) and the host is one round behind; requests '
-            "with a grammar, a bias or many stop tokens still run on the host. Ranks that share a target need the "
+            "with a logits processor or many stop tokens still run on the host. Ranks that share a target need the "
             "host.",
         ),
     ] = "auto"
