@@ -82,6 +82,7 @@ from toy import (
     tiny_llama,
     tiny_native,
     tiny_native_experts,
+    tiny_native_parallel,
     truth_of,
 )
 
@@ -113,13 +114,20 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4": tiny_native_gemma4,
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
+BESIDE = {  # the same, with MLPs beside attention, or experts
+    "in parallel": functools.cache(lambda: tiny_native_parallel(experts=False)),
+    "experts in parallel": functools.cache(lambda: tiny_native_parallel(experts=True)),
+}
+MODELS |= BESIDE
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
-DRAFTS |= dict.fromkeys(["recurrent", "gemma4", "gemma4 experts", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"])
+DRAFTS |= dict.fromkeys(
+    ["recurrent", "gemma4", "gemma4 experts", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
+)
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
@@ -490,7 +498,9 @@ DRAFTERS_OF = {
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts"), OTHER_LAYERS),
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head"],
-    **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
+    **dict.fromkeys(
+        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
+    ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid")),
     "delta nets on the device": ["model", "ngram", "head", "none"],
 }

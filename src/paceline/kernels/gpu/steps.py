@@ -30,7 +30,7 @@ def xielu(x: Tensor, shape: Tensor) -> Tensor:
 
     alpha_p x^2 + beta x of positive x, else alpha_n (e^min(x, eps) - 1 - x) + beta x, alpha_n counted from beta.
     """
-    p, n, beta, eps = shape.float()
+    p, n, beta, eps = shape.float().unbind()
     alpha_p, alpha_n, wide = functional.softplus(p), beta + functional.softplus(n), x.float()
     low = (wide.minimum(eps).expm1() - wide) * alpha_n
     curved: Tensor = torch.where(wide > 0, alpha_p * wide * wide, low)
