@@ -22,7 +22,9 @@ from paceline.models.families.routed import (
 
 def describe(config: PretrainedConfig) -> DecoderSpec | None:
     """Describe a GLM-4.5, or another decoder with its layers."""
-    spec = llama_like(config, bias=bool(config.attention_bias), qk_norm="head" if config.use_qk_norm else None)
+    spec = llama_like(
+        config, bias=bool(config.attention_bias), qk_norm="head" if getattr(config, "use_qk_norm", False) else None
+    )
     return spec and with_routed_experts(config, spec, after_dense_layers(config))
 
 
@@ -34,7 +36,11 @@ FAMILY = Family(
     "glm4_moe",
     describe,
     # the published files of 46 and of 92 layers have a draft head in the place of one more
-    WeightNames({**LLAMA_NAMES, **ROUTED}, prefixes=("model.",), ignored=ignoring(r"model\.layers\.(46|92)\..*")),
+    WeightNames(
+        {**LLAMA_NAMES, **ROUTED},
+        prefixes=("model.",),
+        ignored=ignoring(r"model\.(language_model\.)?layers\.(46|92)\..*"),
+    ),
     GGUFForm(
         ("glm4moe",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
@@ -42,4 +48,5 @@ FAMILY = Family(
         reads=frozenset({"expert_count"}),
         adapt=without_head,
     ),
+    other_types=("glm4v_moe_text",),
 )
