@@ -223,6 +223,13 @@ class Pass {
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
+    if (layer.qkv.weights) run_mixer(layer, index, thread, watch);
+    if (ends_with(index)) return;
+    if (layer.experts || layer.gate_up.weights) run_mlp(layer, thread, watch);
+    if (layer.input) add_token_input(layer, index, thread, watch);
+  }
+
+  void run_mixer(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const bool last = ends_with(index);
     const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
@@ -231,20 +238,19 @@ class Pass {
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
     if (layer.parallel) read_input(layer, thread, watch);
-    auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
+    const auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
+  }
+
+  void run_mlp(const Layer& layer, int thread, Stopwatch& watch) const {
     const float* scale = layer.input ? nullptr : layer.scale_out;
     if (!layer.parallel) read_input(layer, thread, watch);
-    if (layer.experts) {
-      run_experts(layer, scale, thread, watch);
-    } else {
-      input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
-      watch.lap(kPrepare);
-      add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
-    }
-    if (layer.input) add_token_input(layer, index, thread, watch);
+    if (layer.experts) return run_experts(layer, scale, thread, watch);
+    const auto input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+    watch.lap(kPrepare);
+    add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
   }
 
   // What the MLP and the experts make of the hidden states before their last products.
@@ -281,7 +287,8 @@ class Pass {
   }
 
   ExpertsStep step_of(const Layer& layer) const {
-    return {*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width};
+    const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
+    return {*layer.experts, k_, pool_, *m_.experts_, end, tokens_.count, m_.padded_width};
   }
 
   void choose_experts(const Layer& layer, int thread, Stopwatch& watch) const {
@@ -335,10 +342,10 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // The weight of the shared MLP's output: 1, or the sigmoid of its gate's score. It is computed in double, so that it
-  // does not depend on a library's rounding of floats.
+  // The weight of the shared MLP's output: a constant, or the sigmoid of its gate's score. It is computed in double, so
+  // that it does not depend on a library's rounding of floats.
   static float shared_weight(const Experts& experts, const ExpertsStep& step, int token) {
-    if (experts.router.outputs == experts.count) return 1.0f;
+    if (experts.router.outputs == experts.count) return experts.shared_scale;
     return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 
@@ -464,6 +471,7 @@ class Pass {
     call.conv_bias = layer.recurrent->conv_bias;
     call.skip = layer.recurrent->skip;
     call.epsilon = layer.recurrent->epsilon;
+    call.least_step = layer.recurrent->least_step;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();

@@ -11,18 +11,19 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "9367cb5f6ccc6b45";
+constexpr const char* kInterface = "3af523592bc19aaa";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
   offsetof(Recurrent, bias), offsetof(Recurrent, conv), offsetof(Recurrent, conv_bias), offsetof(Recurrent, epsilon),
-  offsetof(Recurrent, gates), offsetof(Recurrent, norm), offsetof(Recurrent, rate), offsetof(Recurrent, skip),
-  sizeof(TokenInput), offsetof(TokenInput, gate), offsetof(TokenInput, norm), offsetof(TokenInput, out), sizeof(Router),
-  offsetof(Router, bias), offsetof(Router, inputs), offsetof(Router, outputs), offsetof(Router, weights),
-  sizeof(ExpertsNorms), offsetof(ExpertsNorms, after), offsetof(ExpertsNorms, before), offsetof(ExpertsNorms, router),
-  offsetof(ExpertsNorms, shared_after), sizeof(Experts), offsetof(Experts, correction), offsetof(Experts, count),
-  offsetof(Experts, down), offsetof(Experts, factors), offsetof(Experts, gate_up), offsetof(Experts, group_best),
-  offsetof(Experts, groups), offsetof(Experts, normalised), offsetof(Experts, norms), offsetof(Experts, router),
+  offsetof(Recurrent, gates), offsetof(Recurrent, least_step), offsetof(Recurrent, norm), offsetof(Recurrent, rate),
+  offsetof(Recurrent, skip), sizeof(TokenInput), offsetof(TokenInput, gate), offsetof(TokenInput, norm),
+  offsetof(TokenInput, out), sizeof(Router), offsetof(Router, bias), offsetof(Router, inputs),
+  offsetof(Router, outputs), offsetof(Router, weights), sizeof(ExpertsNorms), offsetof(ExpertsNorms, after),
+  offsetof(ExpertsNorms, before), offsetof(ExpertsNorms, router), offsetof(ExpertsNorms, shared_after), sizeof(Experts),
+  offsetof(Experts, correction), offsetof(Experts, count), offsetof(Experts, down), offsetof(Experts, factors),
+  offsetof(Experts, gate_up), offsetof(Experts, group_best), offsetof(Experts, groups), offsetof(Experts, margin),
+  offsetof(Experts, normalised), offsetof(Experts, norms), offsetof(Experts, router), offsetof(Experts, shared_scale),
   offsetof(Experts, sigmoid), offsetof(Experts, used), offsetof(Experts, used_groups), sizeof(Latent),
   offsetof(Latent, absorb), offsetof(Latent, epsilon), offsetof(Latent, expand), offsetof(Latent, key_dim),
   offsetof(Latent, norm), offsetof(Latent, query_norm), offsetof(Latent, query_rank), offsetof(Latent, query_up),

@@ -18,7 +18,7 @@ struct Recurrent {
   Linear gates;       // of a gated delta net: rows of beta, then of the decay; of Mamba-2: of the steps; else without weights
   const float* conv;  // [taps][channels]
   const float *rate, *bias, *norm, *conv_bias, *skip;  // see RecurrentCall
-  float epsilon;      // of the norm
+  float epsilon, least_step;        // of the norm; the least step of Mamba-2
 };
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };
@@ -36,7 +36,9 @@ struct Experts {
   int32_t count, used;           // experts, and experts of a token
   // How a token's experts follow from the scores: Routing of src/paceline/kernels/experts.py.
   int32_t normalised, sigmoid, groups, used_groups, group_best;  // group_best: 1 or 2
+  float margin;
   const float* correction;       // [count], added to the probabilities for the choice alone, or null
+  float shared_scale;            // of the output of the layer's MLP
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };
@@ -76,7 +78,7 @@ struct LowRank {
 enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
-  Linear qkv, attention_out, gate_up, down;
+  Linear qkv, attention_out, gate_up, down;  // without weights where the layer has no mixer, or no MLP of all tokens
   // Norms of the hidden states, behind whose weights lie their biases if they are layer norms.
   const float* input_norm;  // before attention, or null
   const float* post_norm;   // before the MLP, or null

@@ -160,7 +160,7 @@ _NAMED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 _LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
 NATIVE |= {
     "mixtral": ("mixtral", _LLAMA | _LOCAL),
-    "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "ministral": ("ministral", _LLAMA | {"head_dim": 6, "sliding_window": 4, "layer_types": _MIXED}),
     "cwm": ("cwm", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED} | rope("default")),
     "exaone": ("exaone", _LLAMA),
     "gemma": ("gemma", _LLAMA | {"head_dim": 8}),
@@ -203,9 +203,21 @@ NATIVE |= {
     "stablelm in parallel": ("stablelm", _LLAMA | {"hidden_size": 64, "use_parallel_residual": True}),
     "olmo": ("olmo", _LLAMA),
     "nanochat": ("nanochat", _LLAMA),
+    "gpt_neox": ("gpt_neox", _LLAMA | {"num_key_value_heads": 4, "hidden_size": 32} | rope("default",
+                                                                                        partial_rotary_factor=0.5)),
+    "gptj": ("gptj", _GPT2 | {"n_embd": 32, "rotary_dim": 4}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT2),
+    "phimoe": ("phimoe", _LLAMA | _LOCAL | {"router_jitter_noise": 0.3, "lm_head_bias": True}),
+    "hyperclovax": ("hyperclovax", _LLAMA | _GRANITE | {"residual_multiplier": 1.0}),
+    "aria_text": ("aria_text", _LLAMA | {"moe_num_experts": 5, "moe_topk": 2, "moe_num_shared_experts": 2}),
+    "cohere2_moe": ("cohere2_moe", _LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 1,
+                                             "logit_scale": 0.2, "sliding_window": 4, "layer_types": _MIXED}),
 }  # fmt: skip
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
+    "gpt_neox": (  # with an activation that no family knows
+        "gpt_neox",
+        {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {"hidden_act": "quick_gelu"},
+    ),
     "cohere with norms of queries and keys": ("cohere", _LLAMA | {"logit_scale": 0.2, "use_qk_norm": True}),
     "modernbert-decoder": (
         "modernbert-decoder",

@@ -22,6 +22,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -193,6 +195,28 @@ def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCaus
     sizes = {"hidden_size": 64, "intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
     layers = {"num_hidden_layers": len(kinds), "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "f"]}
     return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
+
+
+def tiny_nemotron(seed: int = 0, kinds: str = "me-fmme", **fields: Any) -> NemotronHForCausalLM:
+    """A random Nemotron-H; m is a Mamba-2 layer, f attention, e a mixture, - an MLP. Steps reach their lower limit."""
+    names = {"m": "linear_attention", "f": "full_attention", "e": "moe", "-": "mlp"}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 80,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+    }
+    sizes |= {"n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 6, "moe_intermediate_size": 48}
+    sizes |= {"moe_shared_expert_intermediate_size": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+    given = {"layers_block_type": [names[kind] for kind in kinds], "time_step_min": 0.5} | fields
+    made = _randomised(NemotronHForCausalLM, NemotronHConfig(**(_COMMON | sizes | given)), seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for layer in made.model.layers:
+            if layer.block_type == "moe":
+                layer.mixer.gate.e_score_correction_bias.normal_(0, 0.3)
+    return made
 
 
 def _randomised(model: Any, config: Any, seed: int) -> Any:

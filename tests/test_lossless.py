@@ -527,11 +527,7 @@ DRAFTERS_FOR = {
     **dict.fromkeys(("hybrid", "sources"), (*HYBRIDS, "ragged")),  # these weigh n-gram drafts against a model's
 }
 DEVICE_LENGTHS = [1, 4, "bass", "auto", "random", "caps", "selection"]
-DEVICE_FAMILIES = [
-    "greedy",
-    "mixed",
-    "siblings",
-]  # in the mixed one the device runs some rounds and the host the others
+DEVICE_FAMILIES = ["greedy", "mixed", "siblings", "processed"]  # rows that need the host take the others with them
 FEW_LENGTHS = [4, "random", "caps", "selection", "confident", "sources"]  # where lengths are not the point
 FACTORS = {
     "place": PLACES,
@@ -682,10 +678,13 @@ def test_random_arrivals_cancellations_and_time_outs_change_no_answer(place: str
         engine.scheduler.check_integrity()
     cut = Counter[str]()
     for index, output in outputs:
+        unaware = "device" in place and PARAMS[family][index].structured_outputs is not None  # drafts have no grammar
         for answer, whole in zip(output.candidates, plain(model, family)[index], strict=True):
             reason, found = str(answer.finish_reason), answer.token_ids
             assert found == (whole[: len(found)] if reason in ("abort", "deadline") else whole)
-            assert drafter != "self" or answer.metrics.accepted == answer.metrics.drafted, "its caches are the target's"
+            assert drafter != "self" or unaware or answer.metrics.accepted == answer.metrics.drafted, (
+                "its caches are the target's"
+            )
             cut[reason] += 1
     assert cut["abort"] > 0
     assert cut["deadline"] > 0

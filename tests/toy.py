@@ -257,6 +257,7 @@ class ToyConstraint:
     """
 
     answer: list[int] = field(default_factory=list)
+    reads_logits = False
 
     def forbids(self, answer: Sequence[int], token: int) -> bool:
         return (sum(answer) + token) % 4 == 1 or (len(answer) < 2 and token < 1)

@@ -44,6 +44,7 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
     if tiny:
         return (
             _tests(("tests/kernels/gpu/test_rotary.py",), 120, 1, workers=0),
+            Part("sampling", ("-m", "benchmarks.gpu.run", "sampling"), 120, 1),
             _rounds("bf16", "--pairs gpt-7.8b --formats bf16 --lengths 1", 120, 1),
             _rounds("8-bit", "--pairs llama-8b --formats int8 --lengths 1", 120, 1),
             Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 1),
@@ -51,6 +52,7 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
         )
     return (
         _tests(("tests/kernels/gpu", "tests/kernels/attention"), 400, 240),
+        Part("sampling", ("-m", "benchmarks.gpu.run", "sampling"), 80, 50),
         _rounds("bf16", "--formats bf16 --rows 8,1,32,64", 450, 400),
         _rounds("8-bit", "--pairs llama-8b --formats int8,fp8 --rows 8,1,32,64", 450, 400),
         Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 80),

@@ -131,6 +131,27 @@ def products(device: Device = "cuda", budget: Budget = 120, tiny: Tiny = False, 
 
 
 @app.command()
+def sampling(device: Device = "cuda", budget: Budget = 60, tiny: Tiny = False, output: Output = None) -> None:
+    """Top-k and top-p by every method, old and new. The last line of stdout is one JSON document."""
+    check_output("--output", output)
+    place = _device(device, tiny)
+    import torch
+    from benchmarks.gpu import sampling as bench
+    from benchmarks.gpu.bench import device_name, versions
+    from benchmarks.gpu.floors import measure_ceiling
+
+    ceiling = measure_ceiling(place, torch.bfloat16 if place.type == "cuda" else torch.float32, small=tiny)
+    document: dict[str, Any] = {"command": command_line(_PROGRAM), "device": device_name(place), "versions": versions()}
+    wanted, timed, write = bench.cases(tiny=tiny), [], _writer(output)
+    for each in bench.sweep(wanted, place, ceiling.copy_bytes, budget, 1 if tiny else 10):
+        timed.append(each.as_json())
+        _say(bench.describe(each))
+        document |= {"cases": timed, "dropped": len(wanted) - len(timed)}
+        write(document)
+    end(document, output)
+
+
+@app.command()
 def transformers(
     device: Device = "cuda",
     tiny: Tiny = False,
@@ -178,7 +199,7 @@ def lease(
     budget: Budget = 480,
     tiny: Tiny = False,
 ) -> None:
-    """Run everything, in parts: tests, rounds in bf16 and 8 bits, attention, products. Repeat until nothing is left."""
+    """Run everything, in parts: tests, cuts, rounds in bf16 and 8 bits, attention, products. Repeat until all ran."""
     from benchmarks.gpu.lease import Lease, parts
 
     _device(device, tiny)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from block_support import block_config, published_block, random_block, tiny_native_block
+from block_support import block_config, published_block, random_block, tiny_block, tiny_native_block
 from head_support import features_of
 from model_support import NATIVE, tiny
 from paceline import LLM
@@ -25,7 +25,7 @@ from paceline.kernels import native
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import AnyModel
 from paceline.models.native.model import NativeModel, Quantization
-from toy import VOCAB, RandomLength, make_engine, run, tiny_native
+from toy import VOCAB, RandomLength, answers, make_engine, run, tiny_native
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -75,7 +75,7 @@ def test_a_block_is_that_of_torch_and_the_same_bits_in_any_batch(
     expected = states(reference, anchors[:4], lengths[:4], [0, 1, 2, 3])
     error = (together[:4] - expected).norm() / expected.norm()
     assert error < tolerance
-    logits, near = model.logits(together[:4]), exact.logits(expected)
+    logits, near = whole.logits(together[:4]), exact.logits(expected)
     assert (logits - near).norm() / near.norm() < 2 * tolerance
 
 
@@ -84,7 +84,7 @@ def drafted_alone(target: AnyModel, model: NativeBlock, text: list[int], k: int)
     decoder = NativeBlockDecoder(model, ReferenceAttention(), 1, len(text))
     features = torch.stack(features_of(target, text[:-1], model.taps))[None]
     stored(decoder, features, [len(text) - 1], 1000)
-    found = BlockPass(model, states(decoder, text[-1:], [len(text) - 1], [0]))
+    found = BlockPass(decoder, states(decoder, text[-1:], [len(text) - 1], [0]))
     path = text[-1:]
     for _ in range(k):
         path.append(int(found.logits(torch.tensor([0]), torch.tensor([path])).argmax()))
@@ -140,3 +140,27 @@ def test_a_drafter_beside_a_native_target_uses_its_packed_ends(
     (ours,), (plain,) = (each.generate([1, 2, 3, 4], params, use_tqdm=False) for each in (llm, llm.plain()))
     assert [answer.token_ids for answer in ours.outputs] == [answer.token_ids for answer in plain.outputs]
     assert sum(answer.metrics.drafted for answer in ours.outputs) > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "torch"])
+def test_a_drafter_may_score_a_part_of_its_vocabulary(kind: str) -> None:
+    target = tiny_native(1)
+    made = tiny_block(target, 72, "dspark") if kind == "torch" else tiny_native_block(target, 72, kind)
+    engine = make_engine(target, made, drafter="feature", draft_vocab_size=8, num_speculative_tokens=3)
+    (decoder,) = engine.parts.drafter.decoders
+    assert decoder.vocabulary is not None
+    drafted, propose = set[int](), engine.parts.drafter.propose
+
+    def asked(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan)
+        for line in draft.draft_tokens:
+            assert set(line) <= set(decoder.vocabulary.tokens.tolist())
+            drafted.update(line)
+        return draft
+
+    engine.parts.drafter.propose = asked  # type: ignore[method-assign]
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8]]
+    params = [SamplingParams(temperature=temperature, max_tokens=20, seed=1) for temperature in (0.0, 1.0)]
+    ours, alone = (answers(run(each, prompts, params)) for each in (engine, make_engine(target)))
+    assert ours == alone
+    assert len(drafted) > 2

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from batches import new_batch
-from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on
+from engine.test_device_round import EOS, PARAMS, PROMPTS, engine_on, with_grammars
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
+from paceline.core.outputs import RequestOutput
 from paceline.core.rows import NOTHING, StepFeatures
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.engine import Engine, Request
@@ -241,6 +242,28 @@ def test_outputs_are_the_same_after_captures(machine: Machine, model: str, k: in
         more = [prompt + answer[0][:-1] for prompt, answer in zip(PROMPTS[:3], before, strict=False)]
         found.append([before, answers(run(engine, [*more, *PROMPTS], [*CHATS[:3], *CHATS]))])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_rounds_with_grammars_are_captured_in_parts(machine: Machine, drafter: str) -> None:
+    """What one part leaves to the next survives the captures between; and a second time nothing is captured."""
+    plain, captures = make_engine(ToyModel(), eos=EOS), []
+    expected = answers(run_all(plain, with_grammars(PROMPTS, PARAMS)))
+    engine = engine_on("device", drafter=drafter, num_speculative_tokens=3, max_batch_size=4)
+    for _ in range(2):
+        captures.append(machine.captures)
+        assert answers(run_all(engine, with_grammars(PROMPTS, PARAMS))) == expected
+    assert captures[1] > captures[0] or drafter == "ngram"
+    parts = {key[0] for key in graphs_of(engine).keys if isinstance(key, tuple)}
+    assert parts >= {"draft", "forward", "accept"}
+    assert machine.captures == captures[1]
+
+
+def run_all(engine: Engine, requests: Iterable[Request]) -> list[RequestOutput]:
+    outputs = [engine.add(request) for request in requests]
+    while engine.busy:
+        engine.step()
+    return outputs
 
 
 def test_costs_are_measured_before_and_after(machine: Machine) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, cast
@@ -28,18 +28,20 @@ from paceline.core.draft import Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
+from paceline.core.processors import ProcessedRow
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
+from paceline.core.slots import Slots
 from paceline.core.values import DeviceAcceptance
 from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.references import References
-from paceline.errors import ParameterError
+from paceline.errors import ParameterError, RequestError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu.graphs import Graphs, NoOtherRanks, Ring, Ticket, Upload, recorded
 from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
-from paceline.kernels.gpu.ops import ReferenceOps, TritonOps
+from paceline.kernels.gpu.ops import DeviceOps, ReferenceOps, TritonOps
 from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import AutoLength
@@ -59,6 +61,7 @@ from toy import (
     RandomLength,
     RandomSelection,
     Scripted,
+    ToyConstraint,
     ToyModel,
     answers,
     make_engine,
@@ -69,6 +72,7 @@ from toy import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = (0, 22)
+NEEDS_HOST: dict[str, Any] = {"stop_token_ids": tuple(range(2, 14)), "min_tokens": 4}
 _rng = random.Random(6)
 PROMPTS = [[_rng.randrange(1, VOCAB) for _ in range(size)] for size in (1, 9, 2, 17, 5, 1, 30, 4, 3, 11)]
 TEMPERATURES = (0, 1.0, 0.7, 1.3, 0, 2.0, 1.0, 0.5, 0, 1.0)
@@ -228,11 +232,20 @@ def test_a_round_whose_rows_have_all_ended_is_not_observed(when: str) -> None:
 
 
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[tuple[int, int]] = []
+    rounds, cut = list[tuple[int, int]](), set[tuple[int, int]]()
     run_round = DeviceRound.run
-    monkeypatch.setattr(DeviceRound, "run", lambda *given: (rounds.append(given[1:3]), run_round(*given))[1])
+
+    def watched(device: DeviceRound, rows: int, k: int, longest: int, features: StepFeatures, *more: Any) -> Ticket:
+        rounds.append((rows, k))
+        cut.update([(rows, k)] if features.cuts else [])
+        return run_round(device, rows, k, longest, features, *more)
+
+    monkeypatch.setattr(DeviceRound, "run", watched)
     engine = engine_on("device", num_speculative_tokens="auto", max_batch_size=2)
     assert {(rows, k) for rows in (1, 2) for k in (0, 1, 3, 7)} <= set(rounds)
+    costs = cast(AutoLength, engine.parts.policy).costs.table
+    assert cut == {(rows, k) for rows in (1, 2) for k in (0, 7 if rows == 1 else 3)}
+    assert len(costs.cut_once) == len(costs.cut_step) == 2
     assert engine.batch.rows == 0
     assert engine.identity().attention != engine_on("host").identity().attention
     found = answers(run(engine, PROMPTS, PARAMS))
@@ -251,9 +264,7 @@ def test_the_draft_cache_catches_up_after_many_plain_rounds(reads_prompts: bool,
     engine.use_policy(RandomLength())
     engine.parts.policy.choose = lambda batch: SpeculationPlan(rng.choice([0] * 12 + [3]))  # type: ignore[method-assign]
     engine.parts.policy.expects_to_draft = lambda _: reads_prompts  # type: ignore[method-assign]
-    params = [
-        SamplingParams(seed=i, max_tokens=60, logit_bias={2: 1.0} if needs_host and i == 4 else {}) for i in range(9)
-    ]
+    params = [SamplingParams(seed=i, max_tokens=60, **(NEEDS_HOST if needs_host and i == 4 else {})) for i in range(9)]
     outputs = run(engine, [[1 + i % 5] * (1 + 3 * (i % 4)) for i in range(9)], params)
     drafted = sum(output.outputs[0].metrics.drafted for output in outputs)
     assert drafted == sum(output.outputs[0].metrics.accepted for output in outputs) > 0
@@ -296,8 +307,8 @@ def _logprobs(answer: CompletionOutput) -> list[tuple[float, list[tuple[int, flo
 
 def test_requests_that_need_the_host_run_there_and_others_continue_on_the_device() -> None:
     special = [
-        SamplingParams(max_tokens=6, seed=50, top_k=5, logit_bias={3: 2.0}),
-        SamplingParams(max_tokens=6, seed=51, logprobs=2, stop_token_ids=tuple(range(2, 14)), min_tokens=4),
+        SamplingParams(max_tokens=6, seed=50, top_k=5, logit_bias=dict.fromkeys(range(VOCAB), 2.0) | {3: 5.0}),
+        SamplingParams(max_tokens=6, seed=51, logprobs=2, **NEEDS_HOST),
     ]
     prompts, params = [*PROMPTS, *PROMPTS[:2], *PROMPTS], [*PARAMS, *special, *PARAMS]
     found, expected = [answers(run(engine_on(rounds), prompts, params)) for rounds in ("device", "host")]
@@ -310,11 +321,73 @@ def test_a_change_to_the_host_is_logged_once_with_its_reason(caplog: pytest.LogC
     assert not caplog.records
     assert "by the host" not in engine.describe()
     for _ in range(2):
-        run(engine, PROMPTS[:2], [SamplingParams(max_tokens=6, logit_bias={3: 2.0}), SamplingParams(max_tokens=6)])
+        run(engine, PROMPTS[:2], [SamplingParams(max_tokens=6, **NEEDS_HOST), SamplingParams(max_tokens=6)])
     (record,) = caplog.records
     assert "run on the host" in record.getMessage()
-    assert "a logit bias" in record.getMessage()
-    assert ", by the host for a logit bias; " in engine.describe()
+    assert "min_tokens with many stop tokens" in record.getMessage()
+    assert ", by the host for min_tokens with many stop tokens; " in engine.describe()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, where no token is left
+@pytest.mark.parametrize(
+    ("options", "own", "ops", "count"),
+    [
+        ({"num_speculative_tokens": 4}, {}, ReferenceOps, 10),
+        ({"num_speculative_tokens": 0}, {"top_p": 0.8, "logprobs": 2}, ReferenceOps, 10),
+        ({"drafter": "ngram"}, {"n": 1, "logit_bias": {3: 4.0, 7: -100.0}}, ReferenceOps, 10),
+        ({"num_speculative_tokens": "auto", "max_batch_size": 3}, {"top_k": 3}, ReferenceOps, 10),
+        ({"drafter": "hybrid", "num_speculative_tokens": 6}, {"logprobs": 2}, ReferenceOps, 10),
+        ({"num_speculative_tokens": 2}, {"n": 1}, TritonOps, 3),
+    ],
+    ids=str,
+)
+def test_rows_with_a_grammar_run_in_rounds_of_the_device(
+    options: dict[str, Any], own: dict[str, Any], ops: type[DeviceOps], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among others that have none, join and leave; some of them are left without any token."""
+    monkeypatch.setattr("paceline.engine.rounds.program.ops_for", lambda _device: ops())
+    params = [replace(each, **(own if i % 2 else {})) for i, each in enumerate(PARAMS[:count])]
+    found = []
+    for rounds in ("device", "host"):
+        engine = engine_on(rounds, **options)
+        outputs = [engine.add(request) for request in with_grammars(PROMPTS, params)]
+        while engine.busy:
+            engine.step()
+        assert engine.rounds.counts[rounds] == sum(engine.rounds.counts.values())
+        found.append([(each, answers([each]), type(each.error)) for each in outputs])
+    for (one, *device), (other, *host) in zip(*found, strict=True):
+        assert device == host
+        assert list(map(_logprobs, one.outputs)) == list(map(_logprobs, other.outputs))
+    assert {error for _, _, error in found[0]} == {type(None), RequestError}
+
+
+class Dead(ToyConstraint):
+    """Leaves no token after five."""
+
+    def forbids(self, answer: Sequence[int], token: int) -> bool:
+        return len(answer) == 5 or super().forbids(answer, token)
+
+
+def with_grammars(prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[Request]:
+    for place, (prompt, each) in enumerate(zip(prompts, params, strict=False)):
+        make: list[Callable[[], Any] | None] = [ToyConstraint, None, Dead, None]
+        yield Request(prompt, each, make_constraint=make[place % 4])
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "why"),
+    [
+        ({}, lambda: ProcessedRow([lambda _, logits: logits], (), 9), "a logits processor"),
+        ({"acceptance": "rejection"}, ToyConstraint, "a grammar under the rejection rule"),
+        ({"speculation_width": 2}, ToyConstraint, "trees under a grammar"),
+    ],
+)
+def test_some_constraints_need_the_host(options: dict[str, Any], make: Callable[[], Any], why: str) -> None:
+    engine = engine_on("device", **options)
+    engine.add(Request([1, 2], SamplingParams(max_tokens=4), make_constraint=make))
+    while engine.busy:
+        engine.step()
+    assert list(engine.rounds.choice.reasons) == [why]
 
 
 def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() -> None:
@@ -574,6 +647,10 @@ def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) ->
         rounds.program(3, k, 64)
         rounds.program(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
         rounds._catch_up(3, 4, 64)
+        rounds._draft_apart(3, k, 64, StepFeatures(biases=True))
+        rounds._forward_apart(3, k, 64)
+        if not RULES[rule].independent:
+            rounds._accept_apart(3, k, StepFeatures(biases=True, masks=True))
 
 
 @pytest.mark.parametrize("model", ["llama", "hybrid"])
@@ -600,7 +677,11 @@ def test_the_devices_ngram_drafts_equal_the_hosts(vocabulary: int, k: int) -> No
     """Rows of all lengths, 1 included, with stale tokens behind their ends."""
     texts = torch.randint(vocabulary, (64, 90), generator=torch.Generator().manual_seed(k))
     length = torch.arange(64) + 1
-    draft_tokens, matched = copied(texts, length, k, LONGEST_SUFFIX)
+    rows = Slots.listed(range(64), texts.device)
+    draft_tokens, matched = copied(texts, rows, length, k, LONGEST_SUFFIX)
+    by_kernel = copied(texts, rows, length, k, LONGEST_SUFFIX, TritonOps().last_match)
+    assert torch.equal(by_kernel[1], matched)
+    assert torch.equal(by_kernel[0][matched > 0], draft_tokens[matched > 0])
     found = HostLookup(()).find(SearchedRows(texts, length, range(64)), k)
     assert matched.tolist() == found.matched
     for row, (size, expected) in enumerate(zip(found.matched, found.draft_tokens, strict=True)):
@@ -622,9 +703,13 @@ def test_the_devices_drafts_from_references_equal_the_hosts() -> None:
     batch.set_live(range(40))
     references = References(batch)
     assert references.follow(batch)
-    suffix = suffix_of(texts, length, LONGEST_SUFFIX)
-    found, count, matched = copied_from(references.table, references.size, suffix, k)
-    own = copied(texts, length, k, LONGEST_SUFFIX)[1]
+    rows = Slots.listed(range(40), texts.device)
+    suffix = suffix_of(texts, rows, length, LONGEST_SUFFIX)
+    found, count, matched = copied_from(references.table, rows, references.size, suffix, k)
+    own = copied(texts, rows, length, k, LONGEST_SUFFIX)[1]
+    by_kernel = copied_from(references.table, rows, references.size, suffix, k, TritonOps().last_match)
+    for one, other in zip(by_kernel, (found, count, matched), strict=True):
+        assert torch.equal(one[matched > 0], other[matched > 0])
     expected = lookup.find(SearchedRows(texts, length, range(40), sources), k)
     longer = [row for row in range(40) if matched[row] > own[row]]
     assert len(longer) > 5

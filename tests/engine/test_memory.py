@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> No
         assert plain.rows >= found.rows
     assert cards.fitted(large, 16) is None
     assert cards.fitted(large, 24, max_batch_size=16, max_model_len=4096) is None
+
+
+def test_the_table_for_owners_of_a_gpu_is_the_planners() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "own-gpu.md").read_text()
+    assert "\n".join(cards.table()) in page, "python -m benchmarks.gpu.cards prints it"
 
 
 @pytest.mark.parametrize(

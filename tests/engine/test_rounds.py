@@ -71,7 +71,7 @@ def loop_of(choice: RoundChoice, batch: Batch) -> RoundLoop:
 def test_the_first_place_that_can_runs_the_round_and_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     events: list[str] = []
     device = Scripted("device", 1, [None, None, "a grammar", "a grammar", None], events)
-    loop = loop_of(RoundChoice(Scripted("host", 0, [], events), graph=device), batch_of(1))
+    loop = loop_of(RoundChoice(Scripted("host", 0, [], events), graphs=[device]), batch_of(1))
     gained = [loop.step() for _ in range(5)]
     assert events == [
         *("device runs", "device runs", "device is read"),
@@ -101,7 +101,7 @@ def test_the_kernels_run_what_they_can_and_no_change_is_logged(caplog: pytest.Lo
 
 def test_no_round_is_run_if_all_rows_end_with_those_in_flight() -> None:
     events: list[str] = []
-    choice = RoundChoice(Scripted("host", 0, [], events), graph=Scripted("device", 1, [None, "a grammar"], events))
+    choice = RoundChoice(Scripted("host", 0, [], events), graphs=[Scripted("device", 1, [None, "a grammar"], events)])
     batch = batch_of(1)
     loop = loop_of(choice, batch)
     loop.step()
@@ -114,7 +114,7 @@ def test_no_round_is_run_if_all_rows_end_with_those_in_flight() -> None:
 
 def test_no_round_is_launched_that_no_row_needs() -> None:
     events: list[str] = []
-    choice = RoundChoice(Scripted("host", 0, [], events), graph=Scripted("device", 1, [], events))
+    choice = RoundChoice(Scripted("host", 0, [], events), graphs=[Scripted("device", 1, [], events)])
     loop = loop_of(choice, batch_of(1, tokens=2))
     assert [loop.step() for _ in range(3)] == [[], [1], [1]]
     assert events == ["device runs", "device runs", "device is read", "device pauses", "device is read"]
@@ -122,7 +122,7 @@ def test_no_round_is_launched_that_no_row_needs() -> None:
 
 def test_discarded_rounds_are_not_read() -> None:
     events: list[str] = []
-    choice = RoundChoice(Scripted("host", 0, [], events), graph=Scripted("device", 1, [], events))
+    choice = RoundChoice(Scripted("host", 0, [], events), graphs=[Scripted("device", 1, [], events)])
     loop = loop_of(choice, batch_of(1))
     loop.step()
     assert loop._scheduler.in_flight == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.lengths.cost import CostModel, CostTable, RoundTimes, interpolate
+from paceline.lengths.cost import GREEDY, CostModel, CostTable, RoundKind, RoundTimes, interpolate
 from simulation import linear_costs
 
 TABLE = CostTable((1, 4), (0, 1, 3), 100, ((10, 11, 13), (13, 17, 25)), (2, 2), (1, 4))
@@ -67,7 +67,10 @@ def test_a_table_of_a_wrong_shape_is_refused() -> None:
         CostTable.from_json(TABLE.as_json() | {"batch_sizes": [1, 2, 3]})
 
 
-def ms(model: CostModel, rows: int, k: int, kind: str | None = None) -> float:
+SAMPLED = RoundKind(greedy=False)
+
+
+def ms(model: CostModel, rows: int, k: int, kind: RoundKind = GREEDY) -> float:
     """Predicted milliseconds of a round with k draft tokens per row."""
     model._times.clear()
     return model.times(rows, 100, kind).ms[rows * k]
@@ -211,15 +214,15 @@ def test_rounds_of_different_kinds_have_times_of_their_own() -> None:
     """Sampled rounds take 1.5 times as long as greedy ones. A new kind begins with what the last one has taught."""
     model, plain = CostModel(linear_costs()), linear_costs().verify_ms(4, 0)
     for _ in range(60):
-        model.observe(4, 0, 100, 1.2 * plain, "greedy")
-    assert ms(model, 4, 0, "sampled") == pytest.approx(1.2 * plain, rel=0.03)
-    model.observe(4, 0, 100, 1.2 * plain, "sampled")
-    assert ms(model, 4, 0, "sampled") == pytest.approx(1.2 * plain, rel=0.03)
+        model.observe(4, 0, 100, 1.2 * plain, GREEDY)
+    assert ms(model, 4, 0, SAMPLED) == pytest.approx(1.2 * plain, rel=0.03)
+    model.observe(4, 0, 100, 1.2 * plain, SAMPLED)
+    assert ms(model, 4, 0, SAMPLED) == pytest.approx(1.2 * plain, rel=0.03)
     for _ in range(60):
-        model.observe(4, 0, 100, 1.5 * plain, "sampled")
-        model.observe(4, 0, 100, plain, "greedy")
-    assert ms(model, 4, 0, "sampled") == pytest.approx(1.5 * plain, rel=0.03)
-    assert ms(model, 4, 0, "greedy") == pytest.approx(plain, rel=0.03)
+        model.observe(4, 0, 100, 1.5 * plain, SAMPLED)
+        model.observe(4, 0, 100, plain, GREEDY)
+    assert ms(model, 4, 0, SAMPLED) == pytest.approx(1.5 * plain, rel=0.03)
+    assert ms(model, 4, 0, GREEDY) == pytest.approx(plain, rel=0.03)
 
 
 def test_times_of_different_contexts_are_independent() -> None:
@@ -244,3 +247,16 @@ def test_a_batch_size_that_was_only_asked_about_starts_from_what_others_taught()
     for _ in range(200):
         model.observe(1, 0, 100, 2 * model.table.verify_ms(1, 0))
     assert model.times(8, 100).plain == pytest.approx(2 * before, rel=0.1)
+
+
+def test_cuts_cost_what_was_measured_and_only_where_rows_ask_for_them() -> None:
+    """Also for lengths and sizes between; a table without these times, as of old profiles, has none."""
+    table = replace(linear_costs(), batch_sizes=(1, 4), verify=((10.0, 11.0),) * 2, lengths=(0, 4), draft_once=(0, 0),
+                    draft_step=(0, 0), cut_once=(1.0, 4.0), cut_step=(0.5, 2.0))  # fmt: skip
+    model, cuts = CostModel(table), RoundKind(greedy=False, cuts=True)
+    assert ms(model, 4, 3, cuts) - ms(model, 4, 3, SAMPLED) == pytest.approx(4 + 3 * 2)
+    assert ms(model, 2, 0, cuts) - ms(model, 2, 0, SAMPLED) == pytest.approx(2)
+    old = CostModel(replace(table, cut_once=(), cut_step=()))
+    assert ms(old, 4, 3, cuts) == ms(old, 4, 3, SAMPLED) == ms(model, 4, 3, SAMPLED)
+    with pytest.raises(ValueError, match="fewer or more times than sizes"):
+        replace(table, cut_step=())

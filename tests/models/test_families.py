@@ -180,7 +180,8 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
     writer = begun(path, form.architectures[0], config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1.0) ** (dim / (dim - 2)))
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "sliding_window", None):
@@ -229,6 +230,9 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         index = parts[1] if parts[0] == "layers" else ""
         part = parts[-1]
         stored = tensor + 1 if part in family.safetensors.plus_one and suffix == "weight" else tensor
+        if part in family.safetensors.by_head:
+            stored = stored.unflatten(0, (-1, 3, dim)).transpose(0, 1).flatten(0, 2)
+        stored = stored.mT if part in family.safetensors.transposed and stored.dim() == 2 else stored
         stored = stored[0] if len(stored) == 1 else stored  # llama.cpp has vectors of such matrices
         if form.paired and part in ("q", "k"):
             heads = config.num_attention_heads if part == "q" else config.num_key_value_heads

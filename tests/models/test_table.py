@@ -35,6 +35,7 @@ from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
+    tiny_nemotron,
     tiny_qwen3_5,
     tiny_qwen3_5_moe,
     tiny_qwen3_next,
@@ -96,7 +97,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
                 "arcee",
                 "apertus",
             ),
-            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat"),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat", "gpt_neox", "hyperclovax"),
+            *("aria_text", "cohere2_moe", "phimoe"),
         )
     },
     "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
@@ -115,13 +117,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "granitemoehybrid": tiny_granite_hybrid,
     "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
     "bamba": tiny_bamba,
+    "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
-    "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
+    **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
-# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell
-UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
+# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell; limits of steps and
+# MLPs among experts
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers", "nemotron_h"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),

@@ -25,6 +25,9 @@ class DraftTensors:
     logits: [B, k, V], in captured rounds. They replace ``probabilities``, which are their softmax at the rows'
         temperatures.
     parents: [B, k] int64, see ``Draft``; None: chains.
+    read: [B, k] int64, the draft model's own draft in captured rounds where n-gram drafts replace some rows'. None:
+        ``tokens``.
+    matched: [B] int64, tokens matched in these rows, 0 in others.
     """
 
     tokens: Tensor
@@ -32,6 +35,8 @@ class DraftTensors:
     probabilities: Tensor | None = None
     logits: Tensor | None = None
     parents: Tensor | None = None
+    read: Tensor | None = None
+    matched: Tensor | None = None
 
     @staticmethod
     def of(draft: Draft, device: torch.device) -> DraftTensors:

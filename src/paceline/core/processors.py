@@ -23,12 +23,19 @@ class ProcessedRow:
     drafts may go on there.
 
     ends: tokens that end the answer. max_tokens: the answer's length at most. min_tokens: number of first tokens that
-    are no ends.
+    are no ends. reads_logits: False if the processors only forbid tokens, whatever the logits are.
     """
 
     def __init__(
-        self, processors: Sequence[LogitsProcessor], ends: Collection[int], max_tokens: int, min_tokens: int = 0
+        self,
+        processors: Sequence[LogitsProcessor],
+        ends: Collection[int],
+        max_tokens: int,
+        min_tokens: int = 0,
+        *,
+        reads_logits: bool = True,
     ) -> None:
+        self.reads_logits = reads_logits
         self._processors, self._ends = processors, frozenset(ends)
         self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self._answer: list[int] = []
@@ -104,7 +111,8 @@ def processed_row(
     if words:
         processors.append(partial(_forbid_words, words))
     processors += params.logits_processors
-    return partial(ProcessedRow, processors, tuple(ends), params.max_tokens, params.min_tokens)
+    limits = tuple(ends), params.max_tokens, params.min_tokens
+    return partial(ProcessedRow, processors, *limits, reads_logits=bool(params.logits_processors))
 
 
 def _spellings(word: str) -> Iterator[str]:

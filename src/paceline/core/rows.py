@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -26,6 +26,7 @@ _SCALARS: dict[str, torch.dtype] = {
     "repetition_penalty": torch.float32,
     **dict.fromkeys(Truncation._fields, torch.float32),
 }
+DEVICE_BIASES = 1024  # entries of a row's logit_bias that device rounds can add; OpenAI allows 300
 MAX_STOP_TOKENS = 8  # stop tokens of a row that a commit checks; the scheduler truncates at further ones
 LOGPROB_SIZES = (0, 5, MAX_LOGPROBS)  # number of most likely tokens that a compiled device program can report
 _TABLES = (*_SCALARS, "floor", "seed", "prompt_length", "min_length")
@@ -51,6 +52,11 @@ class Constraint(Protocol):
         """Whether any token may follow each beginning of the draft tokens, so that no position needs a mask."""
         ...
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether ``mask`` needs the model's logits, or changes more than which tokens may come."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepFeatures:
@@ -58,13 +64,16 @@ class StepFeatures:
 
     adjusts: penalties or a minimum length. cuts: min-p, top-k or top-p. truncates: cuts by the shape of the
     distribution. logprobs: number of most likely tokens whose
-    log-probabilities are reported beside those of the drawn tokens; None for no log-probabilities.
+    log-probabilities are reported beside those of the drawn tokens; None for no log-probabilities. biases: logit
+    biases. masks: masks that the host makes for each round.
     """
 
     adjusts: bool = False
     cuts: bool = False
     truncates: bool = False
     logprobs: int | None = None
+    biases: bool = False
+    masks: bool = False
 
 
 NOTHING = StepFeatures()
@@ -185,6 +194,10 @@ class ConstraintAfterDraft:
     def is_free(self, draft_tokens: Sequence[int]) -> bool:
         return self.constraint.is_free([*self.draft_tokens, *draft_tokens])
 
+    @property
+    def reads_logits(self) -> bool:
+        return self.constraint.reads_logits
+
 
 class _Settings(NamedTuple):
     """What a slot's sequence asks for. held_back: its stop tokens, if min_tokens forbids them."""
@@ -234,6 +247,9 @@ class SamplingRows:
         self.seed = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.prompt_length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.min_length = torch.zeros(capacity, dtype=torch.int64, device=device)
+        # By slot, for device rounds; filled up with token 0 and bias 0.
+        self._bias_tokens = torch.zeros((capacity, DEVICE_BIASES), dtype=torch.int64, device=device)
+        self._bias_values = torch.zeros((capacity, DEVICE_BIASES), dtype=torch.float32, device=device)
         self.refresh(Slots.listed((), self.seed.device))
 
     def set(
@@ -246,6 +262,8 @@ class SamplingRows:
         constraint: Constraint | None = None,
     ) -> None:
         """Set the parameters of a slot. seed: its noise key. stop_tokens: tokens that min_tokens forbids."""
+        if params.logit_bias or self._of_slots[slot].params.logit_bias:
+            self._set_bias(slot, {} if len(params.logit_bias) > DEVICE_BIASES else params.logit_bias)
         self._of_slots[slot] = _Settings(params, constraint, stop_tokens if params.min_tokens else ())
         for name in _SCALARS:
             getattr(self, name)[slot].fill_(getattr(params, name))
@@ -253,6 +271,17 @@ class SamplingRows:
         self.seed[slot].fill_(seed)
         self.prompt_length[slot].fill_(prompt_length)
         self.min_length[slot].fill_(prompt_length + params.min_tokens)
+
+    def _set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
+        filled = [*bias.items(), *[(0, 0.0)] * (DEVICE_BIASES - len(bias))]
+        tokens, values = zip(*filled, strict=True)
+        self._bias_tokens[slot], self._bias_values[slot] = torch.tensor(tokens), torch.tensor(values)
+
+    def biased(self, logits: Tensor, slots: Slots) -> Tensor:
+        """Add the biases of the rows in ``slots`` to logits [B, L, V], in a copy, without reading the device."""
+        shape = (-1, logits.shape[1], -1)
+        tokens, values = (slots.of(table)[:, None].expand(shape) for table in (self._bias_tokens, self._bias_values))
+        return logits.float().scatter_add(2, tokens, values)
 
     def part(self, slots: Slots) -> SamplingRows:
         """The rows in ``slots``, with the same tensors."""
@@ -333,14 +362,27 @@ class SamplingRows:
     @property
     def needs_host(self) -> bool:
         """Whether any live row uses a feature that compiled device programs do not support."""
-        return self.any_bias or self.any_constraint or self.any_long
+        return self.any_long or self.any_long_bias or self.any_processor
+
+    @property
+    def any_long_bias(self) -> bool:
+        """Whether any live row has more logit biases than device rounds can add."""
+        return any(len(params.logit_bias) > DEVICE_BIASES for params in self.params)
+
+    @property
+    def any_processor(self) -> bool:
+        """Whether the constraint of any live row reads the model's logits."""
+        return any(constraint is not None and constraint.reads_logits for constraint in self.constraints)
 
     @property
     def step_features(self) -> StepFeatures:
         """Features that a compiled device program must include for the live rows."""
         wanted = self.logprobs
         logprobs = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
-        return StepFeatures(self.any_penalty or self.any_minimum, self.any_cut, self.any_truncation, logprobs)
+        adjusts = self.any_penalty or self.any_minimum
+        return StepFeatures(
+            adjusts, self.any_cut, self.any_truncation, logprobs, biases=self.any_bias, masks=self.any_constraint
+        )
 
     @property
     def adjusts(self) -> bool:

@@ -16,6 +16,7 @@ same bits. Shapes: B rows, L positions, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,21 +29,64 @@ SPREAD_BITS = 12  # of a distance's fraction in its variance
 WIDEST = 1024.0  # a distance counts as at most this much in the variance, whose sum of squares then fits an int64
 
 
+class Moments(NamedTuple):
+    """Sums over a line, int64 [..., 1] each, from which the limits of its tokens follow.
+
+    mass: of all tokens. mass_depth: of mass times depth. finite: number of finite logits. distance, square: of their
+    distances from the largest logit, before temperature. The depths and distances are whole numbers
+    (``DEPTH_BITS``, ``SPREAD_BITS``).
+    """
+
+    mass: Tensor
+    mass_depth: Tensor
+    finite: Tensor
+    distance: Tensor
+    square: Tensor
+
+    @staticmethod
+    def of(logits: Tensor, depths: Tensor, mass: Tensor) -> Moments:
+        """Arguments as for ``truncated``."""
+        depth = (depths.clamp(max=WEIGHTLESS) * 2.0**DEPTH_BITS).round().long()
+        distance = logits.amax(-1, keepdim=True) - logits
+        finite = distance < math.inf
+        fixed = (distance.clamp(max=WIDEST) * 2.0**SPREAD_BITS).round().long() * finite
+        return Moments(*(each.sum(-1, keepdim=True) for each in (mass, mass * depth, finite, fixed, fixed * fixed)))
+
+    @property
+    def mean_depth(self) -> Tensor:
+        """Mean depth under the distribution, float64: the entropy less ``log_sum``."""
+        return self.mass_depth.double() / self.mass.double() * 2.0**-DEPTH_BITS
+
+    def deepest(self, by: Truncation, temperature: Tensor) -> Tensor:
+        """Depth up to which epsilon, eta and top-n-sigma keep tokens, [B, L, 1] float32; infinity without them.
+
+        temperature: [B].
+        """
+        log_sum = (self.mass.double() * 2.0**-30).log()
+        probable = _deepest_probable(by, log_sum, self.mean_depth)
+        return torch.minimum(probable, self._within_spread(temperature, by.top_n_sigma))
+
+    def _within_spread(self, temperature: Tensor, sigmas: Tensor) -> Tensor:
+        """Depth that lies n standard deviations of the finite logits below the largest; infinity for n = 0."""
+        count = self.finite.double()
+        mean = self.distance.double() / count
+        variance = self.square.double() / count - mean * mean
+        spread = variance.clamp(min=0.0).sqrt() * 2.0**-SPREAD_BITS
+        n, divisor = (values.double()[:, None, None] for values in (sigmas, temperature))
+        return torch.where(n > 0, n * spread / divisor, math.inf).float()
+
+
 def truncated(logits: Tensor, temperature: Tensor, by: Truncation, depths: Tensor, mass: Tensor) -> Tensor:
     """Set the logits of tokens that are cut to -inf: float32 [B, L, V] -> [B, L, V].
 
     temperature: [B]; rows at 0 keep every token. depths: [B, L, V] float32. mass: [B, L, V] int64, of e^-depth in units
     of 2^-30. Of the typical tokens (without typical sampling: of all) the most likely one always stays.
+    This is the reference implementation of ``gpu.cut.truncate``.
     """
-    weight = mass.sum(-1, keepdim=True)
-    fixed = (depths.clamp(max=WEIGHTLESS) * 2.0**DEPTH_BITS).round().long()
-    mean = (mass * fixed).sum(-1, keepdim=True).double() / weight.double() * 2.0**-DEPTH_BITS
-    log_sum = (weight.double() * 2.0**-30).log()
-    deepest = torch.minimum(
-        _deepest_probable(by, log_sum, mean), _deepest_within_spread(logits, temperature, by.top_n_sigma)
-    )
-    away = (depths - mean.float()).abs()
-    typical = away <= _typical_radius(away, mass, weight, by.typical_p)
+    moments = Moments.of(logits, depths, mass)
+    deepest = moments.deepest(by, temperature)
+    away = (depths - moments.mean_depth.float()).abs()
+    typical = away <= _typical_radius(away, mass, moments.mass, by.typical_p)
     likeliest = depths.masked_fill(~typical, math.inf).amin(-1, keepdim=True)
     kept = typical & (depths <= torch.maximum(deepest, likeliest))
     return logits.masked_fill(~kept & (temperature > 0)[:, None, None], -math.inf)
@@ -53,19 +97,6 @@ def _deepest_probable(by: Truncation, log_sum: Tensor, mean: Tensor) -> Tensor:
     epsilon, eta = (cutoff.double().log()[:, None, None] for cutoff in (by.epsilon_cutoff, by.eta_cutoff))
     adapted = torch.minimum(eta, 0.5 * eta - (log_sum + mean))  # the entropy is log_sum + mean
     return -(torch.maximum(epsilon, adapted) + log_sum).clamp(max=0.0).float()
-
-
-def _deepest_within_spread(logits: Tensor, temperature: Tensor, sigmas: Tensor) -> Tensor:
-    """Depth that lies n standard deviations of the finite logits below the largest, [B, L, 1]; infinity for n = 0."""
-    distance = logits.amax(-1, keepdim=True) - logits
-    finite = distance < math.inf
-    fixed = (distance.clamp(max=WIDEST) * 2.0**SPREAD_BITS).round().long() * finite
-    count = finite.sum(-1, keepdim=True).double()
-    mean = fixed.sum(-1, keepdim=True).double() / count
-    variance = (fixed * fixed).sum(-1, keepdim=True).double() / count - mean * mean
-    spread = variance.clamp(min=0.0).sqrt() * 2.0**-SPREAD_BITS
-    n, divisor = (values.double()[:, None, None] for values in (sigmas, temperature))
-    return torch.where(n > 0, n * spread / divisor, math.inf).float()
 
 
 def _typical_radius(away: Tensor, mass: Tensor, weight: Tensor, typical_p: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ class Engine:
         self.slots = SlotAllocator(self.batch, self.parts, self.room)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._graph = self._make_graph()
-        choice = RoundChoice(self.parts, self._make_kernels(), self._graph)
+        graphs = [] if self._graph is None else [self._graph, self._graph.masked()]
+        choice = RoundChoice(self.parts, self._make_kernels(), graphs)
         self.rounds = RoundLoop(self.parts, self.scheduler, choice)
         if models.target.device.type == "cuda" and config.longest_pause is not None:
             self.measure_prefill()

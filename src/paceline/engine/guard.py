@@ -31,6 +31,10 @@ class FaultIsolatedConstraint:
     def is_free(self, draft_tokens: Sequence[int]) -> bool:
         return bool(self.attempt(lambda: self._constraint.is_free(draft_tokens)))
 
+    @property
+    def reads_logits(self) -> bool:
+        return self._constraint.reads_logits
+
     def attempt(self, work: Callable[[], T]) -> T | None:
         """Return the result of ``work``; None if it raises, or if the constraint has failed before."""
         if self._fault is None:

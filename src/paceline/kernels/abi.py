@@ -116,7 +116,7 @@ class CRecurrent(Structure):
 
     _fields_ = (
         ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
-        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
+        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float), ("least_step", c_float),
     )
 
 
@@ -150,7 +150,8 @@ class CExperts(Structure):
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
-        ("group_best", c_int32), ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("group_best", c_int32), ("margin", c_float), ("correction", c_void_p), ("shared_scale", c_float),
+        ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -428,4 +429,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9367cb5f6ccc6b45"
+INTERFACE = "3af523592bc19aaa"

@@ -116,7 +116,7 @@ class ExpertsWeights:
     gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
     routing: how the experts and the weights of their outputs follow from the scores.
     router_bias: added to the scores. correction: [experts], float32, added to the probabilities for the choice alone.
-    factors: [experts], of the experts' outputs; None: 1.
+    factors: [experts], of the experts' outputs; None: 1. shared_scale: factor of the MLP's output, without a gate.
     norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
     """
 
@@ -127,6 +127,7 @@ class ExpertsWeights:
     router_bias: Tensor | None = None
     correction: Tensor | None = None
     factors: Tensor | None = None
+    shared_scale: float = 1.0
     norms: ExpertsNorms | None = None
 
     @property
@@ -203,6 +204,8 @@ class TokenTableWeights:
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
+    qkv and attention_out are None where the layer has an MLP or experts alone; reads_only is then true.
+
     plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
     parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
     cap: attention's scores are cap * tanh(scores / cap).
@@ -223,8 +226,8 @@ class LayerWeights:
     looks_ahead: whether the tokens of a block see those behind them.
     """
 
-    qkv: LinearWeights
-    attention_out: LinearWeights
+    qkv: LinearWeights | None
+    attention_out: LinearWeights | None
     gate_up: LinearWeights | None
     down: LinearWeights | None
     input_norm: Tensor | None = None
@@ -258,9 +261,9 @@ class LayerWeights:
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
-        dense = (self.gate_up, self.down)
         of_latent = () if self.latent is None else self.latent.linears
-        return self.qkv, self.attention_out, *of_latent, *(linear for linear in dense if linear is not None)
+        linears = (self.qkv, self.attention_out, *of_latent, self.gate_up, self.down)
+        return tuple(linear for linear in linears if linear is not None)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from paceline.lengths.auto_round import NOTHING_MISSING, AutoRound, Missing
 from paceline.lengths.base import CapturedRounds, LengthPolicy, PolicyInputs, UnreadPrompt
 from paceline.lengths.by_match import ChoiceByMatch
 from paceline.lengths.by_position import DEPTHS, LengthsByPosition
-from paceline.lengths.cost import CostModel, RoundTimes
+from paceline.lengths.cost import CostModel, RoundKind, RoundTimes
 from paceline.lengths.scores import LONGEST_AUTO, SLOW_FADE, bins_of, bins_of_draft
 from paceline.lengths.sources import CREDIT, CREDIT_SHARE, FIRST_DRAFT, PRIOR_ROUNDS, DraftSource
 from paceline.models.decoding.draft_decoder import DraftDecoder
@@ -132,7 +132,7 @@ class AutoLength(RowKeepers, LengthPolicy):
     # --- before the round ------------------------------------------------------------
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        rows, kind = batch.rows, (batch.sampling.all_greedy, batch.sampling.step_features.cuts)
+        rows, kind = batch.rows, RoundKind(batch.sampling.all_greedy, batch.sampling.step_features.cuts)
         times = self.costs.times(rows, batch.longest, kind)
         self._round = round_ = AutoRound(batch, kind, times, self._weights(batch), [None] * rows)
         self._undrafted += 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.lengths.cost import RoundTimes
+from paceline.lengths.cost import RoundKind, RoundTimes
 from paceline.lengths.sources import DraftSource
 
 
@@ -39,7 +39,7 @@ class AutoRound:
     """
 
     batch: Batch
-    kind: tuple[bool, bool]
+    kind: RoundKind
     times: RoundTimes
     weights: list[float]
     sources: list[DraftSource | None]

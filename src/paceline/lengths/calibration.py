@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
+from paceline.core.rows import StepFeatures
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu.graphs import Ticket
@@ -29,6 +30,8 @@ LONG_CONTEXT = 768  # tokens per row in the measurements of what context costs
 CONTEXT_ROWS = 4  # rows in those: enough to time them, few enough for their memory
 FEEDS = (1, 15, 64)  # missing tokens that a draft model reads; up to 15 in its first pass (``ModelDrafter.at_once``)
 MAX_SPREAD = 1.25  # ratio of two fastest times that only a busy machine explains: an idle one spreads by up to 7 %
+GREEDY_ROWS = SamplingParams(temperature=0)
+CUT_ROWS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)  # what Qwen3 recommends
 COARSE_TOKENS = 64  # tokens of the largest verification while an engine starts: bounds its start-up time
 # The same on a GPU, where few tokens only take the time of reading the weights: 8 draft tokens of 64 rows are 576.
 GPU_TOKENS = 1024
@@ -95,6 +98,9 @@ def implausible(points: Mapping[tuple[int, int], TimedRun]) -> list[TimedRun]:
     ]
 
 
+Times: TypeAlias = Mapping[tuple[int, int], TimedRun]  # by rows and draft tokens per row
+
+
 class RoundRunner(Protocol):
     """Runs whole rounds on a batch of its own (``rounds.program.DeviceRound``)."""
 
@@ -103,7 +109,7 @@ class RoundRunner(Protocol):
     @property
     def fed_tokens(self) -> int: ...
 
-    def run(self, rows: int, k: int, longest: int) -> Ticket: ...
+    def run(self, rows: int, k: int, longest: int, features: StepFeatures) -> Ticket: ...
 
     def catch_up(self, rows: int, missing: int, longest: int) -> None: ...
 
@@ -179,7 +185,10 @@ class Calibration:
         rows = min(CONTEXT_ROWS, max(sizes))
         near = {k: self._verify(rows, k, self.context) for k in (0, max(lengths))}
         far = {k: self._verify(rows, k, self.long_context) for k in (0, max(lengths))}
-        self._measure([*(p for group in (verify, draft, feed, near, far) for p in group.values())], progress)
+        cut = {}
+        if self.runner is not None:
+            cut = {(b, k): self._verify(b, k, self.context, CUT_ROWS) for b in sizes for k in self._ends(b)}
+        self._measure([*(p for group in (verify, draft, feed, near, far, cut) for p in group.values())], progress)
         self._measure_again({(b, k + 1): point for (b, k), point in verify.items()})
         self._measure_again(draft)
         self._clear()
@@ -198,7 +207,23 @@ class Calibration:
             feed_tokens=tuple(feed_ms) or (1,),
             feed=tuple(feed_ms.values()) or (0.0,),
             one_pass=one_pass,
+            **self._cut_costs(cut, verify),
         )
+
+    def _ends(self, rows: int) -> tuple[int, int]:
+        """The shortest and the longest draft that are measured with ``rows`` rows."""
+        lengths = self.grid.measured(rows)
+        return lengths[0], lengths[-1]
+
+    def _cut_costs(self, cut: Times, greedy: Times) -> dict[str, tuple[float, ...]]:
+        """What top-k and top-p add, by batch size: to a round, and for each draft token of a row."""
+        once, step = [], []
+        for rows in self.grid.batch_sizes if cut else ():
+            few, many = self._ends(rows)
+            least, most = (max(0.0, cut[rows, k].ms - greedy[rows, k].ms) for k in (few, many))
+            step.append(max(0.0, most - least) / max(1, many - few))
+            once.append(max(0.0, least - few * step[-1]))
+        return {"cut_once": tuple(once), "cut_step": tuple(step)}
 
     @torch.inference_mode()
     def plain_ms(self) -> float:
@@ -266,7 +291,7 @@ class Calibration:
                 for layer in table:
                     layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
 
-    def _rows(self, rows: int, context: int) -> None:
+    def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.
 
         They have the target's adapters (if any) in turn, whose time is then in the table.
@@ -275,7 +300,7 @@ class Calibration:
         for row in range(rows if names else 0):
             self.target.set_adapter(row, names[row % len(names)])
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
-        params = SamplingParams(temperature=0, max_tokens=self.batch.positions)
+        params = replace(params, max_tokens=self.batch.positions)
         self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):
             self.batch.set_row(row, RowStart(tokens, params, seed=row))
@@ -289,13 +314,17 @@ class Calibration:
         for row in range(max(self.grid.batch_sizes)):
             self.target.set_adapter(row, None)
 
-    def _verify(self, rows: int, k: int, context: int) -> TimedRun:
+    def _verify(self, rows: int, k: int, context: int, params: SamplingParams = GREEDY_ROWS) -> TimedRun:
         """A verification; with a runner, a whole round and the host's reading of its result.
 
         The first run includes the capture, if there is one.
         """
         if (runner := self.runner) is not None:
-            return TimedRun(lambda: runner.run(rows, k, context).read(), lambda: self._rows(rows, context))
+            sampling = self.batch.sampling
+            return TimedRun(
+                lambda: runner.run(rows, k, context, sampling.step_features).read(),
+                lambda: self._rows(rows, context, params),
+            )
         # Different tokens, as in real drafts: a mixture of experts would route equal ones to the same experts.
         generator = torch.Generator().manual_seed(rows * (k + 1))
         tokens = torch.randint(self.batch.vocab_size, (rows, k), generator=generator)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ class CostTable:
         for each token fed.
     feed[i]: added to a draft by reading feed_tokens[i] missing tokens of one row first.
     one_pass: whether a draft takes the same time whatever its number of tokens, ``draft_once``.
+    cut_once[i], cut_step[i]: with min-p, top-k or top-p a round of batch_sizes[i] rows with k draft tokens takes
+        cut_once + k * cut_step more. Empty where that was not measured.
 
     Raises TypeError or ValueError if the fields are not sizes and times of a possible measurement.
     """
@@ -74,6 +76,8 @@ class CostTable:
     feed_tokens: tuple[int, ...] = (1,)
     feed: tuple[float, ...] = (0.0,)
     one_pass: bool = False
+    cut_once: tuple[float, ...] = ()
+    cut_step: tuple[float, ...] = ()
 
     def verify_ms(self, rows: int, k: float, context: float | None = None) -> float:
         """Verification of k draft tokens per row, in ms. context: tokens per row; None: the table's.
@@ -99,6 +103,13 @@ class CostTable:
         """Drafting and verification of k tokens per row, in ms."""
         return self.verify_ms(rows, k, context) + self.draft_ms(rows, k)
 
+    def cut_ms(self, rows: int, k: float) -> float:
+        """What min-p, top-k and top-p add to a round of k draft tokens per row, in ms."""
+        if not self.cut_once:
+            return 0.0
+        once, step = (interpolate(self.batch_sizes, table, rows) for table in (self.cut_once, self.cut_step))
+        return once + k * step
+
     def feed_ms(self, tokens: int) -> float:
         """Time in ms until the draft model has read ``tokens`` missing tokens, all rows together."""
         return interpolate(self.feed_tokens, self.feed, tokens) if tokens > 0 else 0.0
@@ -116,7 +127,8 @@ class CostTable:
 
     def __post_init__(self) -> None:
         axes = self.batch_sizes, self.lengths, self.feed_tokens
-        times = *self.verify, self.draft_once, self.draft_step, self.feed
+        cuts = self.cut_once, self.cut_step
+        times = *self.verify, self.draft_once, self.draft_step, self.feed, *cuts
         scalars = self.context, self.context_once, self.context_token
         if not all(math.isfinite(number) and number >= 0 for line in (*axes, *times, scalars) for number in line):
             raise ValueError("a time or a size is not a number, or is below 0")
@@ -124,7 +136,10 @@ class CostTable:
             raise ValueError("sizes are missing or not in ascending order")
         widths = *[self.lengths] * len(self.verify), *[self.batch_sizes] * 3, self.feed_tokens
         lines = *self.verify, self.verify, self.draft_once, self.draft_step, self.feed
-        if any(len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)):
+        cut_sizes = {len(line) for line in cuts}
+        if cut_sizes not in ({0}, {len(self.batch_sizes)}) or any(
+            len(line) != len(axis) for line, axis in zip(lines, widths, strict=True)
+        ):
             raise ValueError("there are fewer or more times than sizes")
         if not all(ms > 0 for line in self.verify for ms in line):
             raise ValueError("a round takes 0 ms")
@@ -201,6 +216,19 @@ def _place(log_tokens: float) -> tuple[int, float]:
     return size, min(1.0, log_tokens - size)
 
 
+class RoundKind(NamedTuple):
+    """How a round's rows are sampled, where rounds of equal size take different times.
+
+    greedy: whether all rows are. cuts: whether some ask for min-p, top-k or top-p.
+    """
+
+    greedy: bool = True
+    cuts: bool = False
+
+
+GREEDY = RoundKind()
+
+
 @dataclass(frozen=True)
 class RoundTimes:
     """Predicted times of rounds of one batch size: T(n) of the value function.
@@ -263,23 +291,22 @@ class CostModel:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._rounds = 0
-        self._corrections: dict[Hashable, TimeCorrection] = {}  # by kind of round
+        self._corrections: dict[RoundKind, TimeCorrection] = {}
         self._latest = TimeCorrection()  # of the last round: where other kinds start from
-        self._tables: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
-        self._times: dict[tuple[int, int, Hashable], RoundTimes] = {}
+        self._tables: dict[tuple[int, int, bool], tuple[Numbers, Numbers]] = {}
+        self._times: dict[tuple[int, int, RoundKind], RoundTimes] = {}
         self._draft_tables: dict[int, tuple[float, float]] = {}  # by rows: ms of one pass, of a further one
         self._draft_ratios: dict[int, tuple[float, float]] = {}  # by rows: sum of log(measured / table), and weight
 
-    def times(self, rows: int, context: float, kind: Hashable = None) -> RoundTimes:
+    def times(self, rows: int, context: float, kind: RoundKind = GREEDY) -> RoundTimes:
         """Corrected times, at most ``REFRESH_ROUNDS`` rounds old. context: tokens per row, met within a factor of two.
 
-        kind: of the round, where rounds of equal size take different times: by how its rows are sampled.
         They are renewed more often while few rounds have been observed.
         """
         key = rows, int(context).bit_length(), kind
         known = self._times.get(key)
         if known is None or self._rounds - known.as_of > min(self._rounds // 4, REFRESH_ROUNDS):
-            ms, log_tokens = self._tabulated(rows, context)
+            ms, log_tokens = self._tabulated(rows, context, kind.cuts)
             correction = self._corrections.get(kind, self._latest)
             plain, drafted = (np.interp(log_tokens, np.arange(_SIZES), shape) for shape in correction.shape)
             drafted[0] = plain[0]
@@ -287,13 +314,13 @@ class CostModel:
             known = self._times[key] = RoundTimes((ms * factors).tolist(), self._rounds, math.exp(correction.level))
         return known
 
-    def plain_doubt(self, rows: int, kind: Hashable = None) -> float:
+    def plain_doubt(self, rows: int, kind: RoundKind = GREEDY) -> float:
         """The share by which a plain round's predicted time may be too long; it falls with each that is measured."""
         return TABLE_ERROR / (1 + self._corrections.get(kind, self._latest).rounds(math.log2(rows), False))
 
-    def observe(self, rows: int, draft_tokens: int, context: float, ms: float, kind: Hashable = None) -> None:
+    def observe(self, rows: int, draft_tokens: int, context: float, ms: float, kind: RoundKind = GREEDY) -> None:
         """Learn from a round that took ``ms`` milliseconds with ``draft_tokens`` draft tokens, all rows together."""
-        tabulated, log_tokens = self._tabulated(rows, context)
+        tabulated, log_tokens = self._tabulated(rows, context, kind.cuts)
         if draft_tokens >= len(tabulated):  # a trial of a wide tree, which the table does not know
             return
         if kind not in self._corrections:
@@ -332,9 +359,9 @@ class CostModel:
         """F: milliseconds until the draft model has read ``tokens`` missing tokens, all rows together."""
         return self.table.feed_ms(tokens) * math.exp(self._latest.level)
 
-    def _tabulated(self, rows: int, context: float) -> tuple[Numbers, Numbers]:
+    def _tabulated(self, rows: int, context: float, cuts: bool) -> tuple[Numbers, Numbers]:
         """By the table: ms of a round with 0, 1, ... draft tokens in all, and log2 of the tokens that it feeds."""
-        key = rows, int(context).bit_length()
+        key = rows, int(context).bit_length(), cuts
         if key not in self._tables:
             table, lengths = self.table, np.arange(LONGEST_AUTO + 1)
             per_row = np.arange(rows * LONGEST_AUTO + 1) / rows
@@ -343,5 +370,6 @@ class CostModel:
                 for at in (context, None)
             )
             ms = np.maximum(np.maximum(here, MIN_FACTOR * there), MIN_MS)
+            ms += np.interp(per_row, lengths, [cuts * table.cut_ms(rows, k) for k in lengths.tolist()])
             self._tables[key] = ms, np.log2(rows * (1 + per_row))
         return self._tables[key]

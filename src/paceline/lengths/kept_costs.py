@@ -22,7 +22,7 @@ from paceline.version import __version__
 log = logging.getLogger("paceline")
 
 VARIABLE = "PACELINE_COST_CACHE"
-METHOD = 8  # version of ``Calibration``: increase it when the measurement changes, so that older tables are ignored
+METHOD = 9  # version of ``Calibration``: increase it when the measurement changes, so that older tables are ignored
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,8 @@ class Grammar:
 class GrammarConstraint:
     """The state of one answer in its grammar. See ``Constraint``."""
 
+    reads_logits = False
+
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()

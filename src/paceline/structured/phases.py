@@ -311,6 +311,8 @@ def _first_phase(rules: AnswerRules) -> Phase:
 class PhasedConstraint:
     """The state of one answer that follows rules. See ``Constraint``."""
 
+    reads_logits = False
+
     def __init__(self, rules: AnswerRules) -> None:
         self._ends = rules.ends
         self._phase = _first_phase(rules)

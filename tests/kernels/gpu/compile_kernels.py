@@ -194,6 +194,14 @@ def drawing() -> dict[str, Used]:
     }
 
 
+def searching() -> dict[str, Used]:
+    from paceline.kernels.gpu.search import _BLOCK, _WARPS, match_kernel
+
+    constants = {"SUFFIX": 5, "BLOCK": _BLOCK, "SEPARATES": -1, "IDLE_ROWS": True}
+    types = dict.fromkeys(("table", "size", "suffix", "place", "matched"), "*i64")
+    return {"match": build(match_kernel, constants, warps=_WARPS, **types)}
+
+
 def accepting() -> dict[str, Used]:
     from paceline.kernels.gpu import accept
     from paceline.kernels.gpu.draw import BLOCK
@@ -211,23 +219,33 @@ def accepting() -> dict[str, Used]:
 
 
 def shaping() -> dict[str, Used]:
+    from paceline.core.truncation import WEIGHTLESS, WIDEST
     from paceline.kernels.gpu import cut, shape
     from paceline.kernels.gpu.draw import BLOCK
 
-    lines = {"per_row": "i32", "keys": "*i32", "bounds": "*i32", "edges": "*i32", "tallies": "*i64", "tops": "*fp32"}
+    numbers = {"lines": "*i64", "bits": "*i32", "keys": "*i32", "bounds": "*i32", "edges": "*i32"}
+    numbers |= {"tallies": "*i64", "tops": "*fp32", "centres": "*fp32", "radii": "*i32", "depths": "*fp32"}
     bins, columns, chunk = {"BINS": cut.BINS}, {"COLUMNS": cut.COLUMNS}, {"CHUNK": cut.CHUNK}
-    options: dict[str, Any] = {"warps": 8, "fusion": False, "brackets": "*i64"} | lines
+    options: dict[str, Any] = {"warps": 8, "fusion": False, "brackets": "*i64"} | numbers
     found = {
         "adjust": build(shape.adjust_kernel, {"STOPS": 8, "BLOCK": BLOCK}, out="*fp32", counts="*fp32", **options),
         "cut, bounds": build(cut.bounds_kernel, BLOCKS | bins, **options | {"warps": 1}),
-        "cut, bracket": build(cut.bracket_kernel, BLOCKS | bins | columns, **options | {"warps": 1}),
-        "cut, edge": build(cut.edge_kernel, {"WAYS": cut.WAYS} | columns | chunk, **options),
     }
+    for name, kind in (("cut", {"CENTRED": False}), ("typical", {"CENTRED": True}))[: 1 if FEW else None]:
+        found[f"{name}, bracket"] = build(cut.bracket_kernel, BLOCKS | bins | columns | kind, **options | {"warps": 1})
+        found[f"{name}, edge"] = build(cut.edge_kernel, {"WAYS": cut.WAYS} | columns | chunk | kind, **options)
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types, block = options | {"logits": element, "out": "*fp32"}, {"BLOCK": BLOCK}
-        found[f"cut, tally {element}"] = build(cut.tally_kernel, {"BLOCKS": 32} | block | chunk | bins, **types)
-        found[f"cut, collect {element}"] = build(cut.collect_kernel, block | columns, **types)
+        for name, kind in (("cut", {"CENTRED": False}), ("typical", {"CENTRED": True}))[: 1 if FEW else None]:
+            tally, collect = {"BLOCKS": 32} | block | chunk | bins | kind, block | columns | kind
+            found[f"{name}, tally {element}"] = build(cut.tally_kernel, tally, **types)
+            found[f"{name}, collect {element}"] = build(cut.collect_kernel, collect, **types)
+        lines = {"BLOCKS": 32} | block
+        limits = {"WEIGHTLESS": WEIGHTLESS, "WIDEST": WIDEST}
+        found[f"moments {element}"] = build(cut.moments_kernel, lines | limits, moments="*i64", **types)
+        found[f"truncate {element}"] = build(cut.truncate_kernel, lines | {"LEAST": False}, **types)
         found[f"cut {element}"] = build(cut.cut_kernel, block, **types)
+        found[f"mask {element}"] = build(shape.mask_kernel, {"WIDTH": 17} | block, **types | {"fusion": True})
     return found
 
 
@@ -315,7 +333,7 @@ def recurrent() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, accepting, shaping, linears, rotary, between, recurrent]
+FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each

@@ -18,6 +18,7 @@ from paceline.core.batch import Batch, RowStart
 from paceline.core.rows import StepFeatures
 from paceline.core.values import Purpose
 from paceline.kernels.gpu import shape
+from paceline.kernels.gpu.masks import TokenMasks, masked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB, PLACES = 70, 2
@@ -107,6 +108,10 @@ CUTS = [
     {"min_p": 1.0},
     {"top_k": 149, "temperature": 0.0},
     {},
+    {"typical_p": 0.5, "temperature": 0.7},
+    {"typical_p": 0.95, "epsilon_cutoff": 0.01},
+    {"eta_cutoff": 0.02, "top_n_sigma": 1.0, "top_p": 0.9, "temperature": 1.5},
+    {"typical_p": 0.2, "temperature": 0.0},
 ]
 
 
@@ -123,17 +128,36 @@ def lines_of(vocab: int, seed: int) -> Tensor:
     return normal
 
 
-@pytest.mark.parametrize(("count", "block", "dtype"), [(len(CUTS), 64, torch.float32), (4, 256, torch.bfloat16)])
-def test_cuts_keep_the_hosts_tokens_of_lines_of_every_kind(count: int, block: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("params", "block", "dtype"), [(CUTS[:10], 64, torch.float32), (CUTS[1:4] + CUTS[10:], 256, torch.bfloat16)]
+)
+def test_cuts_keep_the_hosts_tokens_of_lines_of_every_kind(
+    params: list[dict[str, float]], block: int, dtype: torch.dtype
+) -> None:
     """Each row has two of the lines, and each line is cut in two ways."""
+    count = len(params)
     batch = new_batch(count, 20, 150, DEVICE)
-    for row, each in enumerate(CUTS[:count]):
-        batch.set_row(row, RowStart([1], SamplingParams(**({"temperature": 1.0} | each), max_tokens=9), row))
+    for row, each in enumerate(params):
+        batch.set_row(row, RowStart([1], SamplingParams(**({"temperature": 1.0} | each), max_tokens=9), row))  # type: ignore[arg-type]
     batch.set_live(range(count))
     lines = lines_of(150, block).to(dtype)
     logits = torch.stack([lines[[row % 9, (row * 2 + 3) % 9]] for row in range(count)]).to(DEVICE)
     none = torch.empty(count, 0, dtype=torch.int64, device=DEVICE)
-    rows, asks = batch.state(count), StepFeatures(cuts=True)
+    rows, asks = batch.state(count), batch.sampling.step_features
     found = shape.shaped(logits, rows, asks, none, block=block)
     assert torch.equal(found, sampling.shaped(logits, rows, asks, none))
     assert torch.equal(torch.isinf(found), torch.isinf(sampling.warp(logits.float(), batch)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_leave_the_tokens_that_may_come(dtype: torch.dtype) -> None:
+    """Rows with masks at some positions, of more tokens than whole words have; what the round before set is gone."""
+    make, masks = torch.Generator().manual_seed(0), TokenMasks(4, 3, 150, torch.device(DEVICE))
+    masks.set([[torch.zeros(150, dtype=torch.bool).numpy()] * 3] * 4)
+    allowed = torch.rand(3, 2, 150, generator=make) < 0.4
+    masks.set([list(allowed[0].numpy()), [], [None, allowed[2, 1].numpy()]])
+    logits = torch.randn(3, 2, 150, generator=make).to(DEVICE, dtype)
+    allowed[1], allowed[2, 0] = True, True
+    expected = logits.float().masked_fill(~allowed.to(DEVICE), -torch.inf)
+    assert torch.equal(shape.masked(logits, masks, block=64), expected)
+    assert torch.equal(masked(logits, masks).float(), expected)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from paceline.core.acceptance import RULES, AcceptanceRule, supports_trees
 from paceline.core.batch import Batch
 from paceline.core.draft import Draft
-from paceline.core.rows import SamplingRows
+from paceline.core.rows import DEVICE_BIASES, SamplingRows
 from paceline.drafters.heads.native import NativeFusedStates
 from paceline.engine.rounds.place import RoundPlace
 from paceline.engine.rounds.round import Speculation
@@ -20,26 +21,28 @@ log = logging.getLogger("paceline")
 class RoundChoice:
     """The places of an engine, in order of preference: captured graphs, the CPU kernels, step by step.
 
-    graph, kernels: None if the engine has none. steps: runs every round.
+    graphs: none if the engine has none; the last of them says why a round is no graph. kernels: None if the engine has
+        none. steps: runs every round.
     reasons: why rounds were not run as captured graphs so far.
     """
 
-    def __init__(self, steps: RoundPlace, kernels: RoundPlace | None = None, graph: RoundPlace | None = None) -> None:
-        self.steps, self.kernels, self.graph = steps, kernels, graph
+    def __init__(self, steps: RoundPlace, kernels: RoundPlace | None = None, graphs: Sequence[RoundPlace] = ()) -> None:
+        self.steps, self.kernels, self.graphs = steps, kernels, graphs
         self.reasons: dict[str, None] = {}
 
     @property
     def places(self) -> list[RoundPlace]:
-        return [place for place in (self.graph, self.kernels, self.steps) if place is not None]
+        return [place for place in (*self.graphs, self.kernels, self.steps) if place is not None]
 
     def place_for(self, batch: Batch) -> RoundPlace:
         """Return the first place that can run the next round of the batch."""
-        if self.graph is not None:
-            reason = self.graph.why_not(batch)
+        reason = None
+        for place in self.graphs:
+            reason = place.why_not(batch)
             if reason is None:
-                return self.graph
-            if reason not in self.reasons:
-                self._note(self.graph, reason)
+                return place
+        if reason is not None and reason not in self.reasons:
+            self._note(self.graphs[-1], reason)
         if self.kernels is not None and self.kernels.why_not(batch) is None:
             return self.kernels
         return self.steps
@@ -73,7 +76,20 @@ def why_no_graph(parts: Speculation) -> str | None:
 
 
 def why_no_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None:
-    """Return why the next round of the batch cannot be a captured graph; None if it can. width: of trees."""
+    """Return why the next round of the batch cannot be one captured graph; None if it can. width: of trees."""
+    return "a grammar or logits processor" if batch.sampling.any_constraint else _why_no_graph_now(parts, width, batch)
+
+
+def why_no_masked_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None:
+    """Return why the next round cannot be captured graphs with masks of the host between; None if it can."""
+    if batch.sampling.any_constraint and width > 1:
+        return "trees under a grammar"
+    if batch.sampling.any_constraint and parts.accept is RULES["rejection"] and parts.drafter.decoders:
+        return "a grammar under the rejection rule"
+    return _why_no_graph_now(parts, width, batch)
+
+
+def _why_no_graph_now(parts: Speculation, width: int, batch: Batch) -> str | None:
     sampling = batch.sampling
     features = sampling.step_features
     if width > 1 and (features.adjusts or features.logprobs is not None):
@@ -90,9 +106,11 @@ def _why_speculation_on_host(parts: Speculation) -> str | None:
 
 
 def _why_sampling_on_host(sampling: SamplingRows) -> str:
-    if sampling.any_constraint:
-        return "a grammar or logits processor"
-    return "a logit bias" if sampling.any_bias else "min_tokens with many stop tokens"
+    if sampling.any_processor:
+        return "a logits processor"
+    if sampling.any_long_bias:
+        return f"a logit_bias of more than {DEVICE_BIASES} tokens"
+    return "min_tokens with many stop tokens"
 
 
 # The CPU kernels, for models that they run

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from paceline.core.batch import Batch, SpeculationPlan
-from paceline.core.draft import Logprobs, Verdict
-from paceline.core.rows import StepFeatures
-from paceline.engine.rounds.choice import why_no_graph_now
+from paceline.core.draft import Logprobs, Undrawn, Verdict
+from paceline.core.rows import Constraint, StepFeatures
+from paceline.engine.rounds.choice import why_no_graph_now, why_no_masked_graph_now
+from paceline.engine.rounds.place import FinishedRound, RoundTicket
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequences import Sequence
+from paceline.engine.sequences import Sequence as LiveSequence
 from paceline.kernels.gpu.ahead import Ahead, Progress
 from paceline.kernels.gpu.graphs import Ticket
+from paceline.kernels.gpu.masks import RowMasks
 from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
 from paceline.lengths.base import LengthPolicy
 
@@ -58,9 +63,13 @@ class GraphPlace:
     def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.program, self._parts, self._scheduler = program, parts, scheduler
         self.why_not = partial(why_no_graph_now, parts, program.width)
-        self._drafted: list[Sequence] = []  # of the last round with draft tokens; empty after a pause
+        self._drafted: list[LiveSequence] = []  # of the last round with draft tokens; empty after a pause
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
+
+    def masked(self) -> MaskedGraphPlace:
+        """The place of the same program's rounds with grammars."""
+        return MaskedGraphPlace(self.program, self._parts, self._scheduler)
 
     def capture_ahead(self, seconds: float, progress: Progress = iter, rows: int | None = None) -> Ahead | None:
         """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
@@ -70,14 +79,21 @@ class GraphPlace:
     def needs_torch(self, batch: Batch) -> bool:
         return True
 
-    def run(self, batch: Batch, plan: SpeculationPlan) -> GraphTicket:
-        program, features = self.program, batch.sampling.step_features
-        k = plan.k if program.can_draft else 0
+    def run(self, batch: Batch, plan: SpeculationPlan) -> RoundTicket:
+        k, longest, features, missing = self._prepared(batch, plan)
+        record = self.program.run(batch.rows, k, longest, features, missing)
+        return self._ticket(record, k, features)
+
+    def _prepared(self, batch: Batch, plan: SpeculationPlan) -> tuple[int, int, StepFeatures, int]:
+        """Set the rows' limits of draft tokens, and return the program's arguments."""
+        k = plan.k if self.program.can_draft else 0
         longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
-        program.replace_drafts_from(plan.least_matches)
-        program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
-        record = program.run(batch.rows, k, longest, features, self._missing_tokens(batch, k))
-        return GraphTicket(record, k, program.width, features, mixes=program.mixes and k > 0)
+        self.program.replace_drafts_from(plan.least_matches)
+        self.program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
+        return k, longest, batch.sampling.step_features, self._missing_tokens(batch, k)
+
+    def _ticket(self, record: Ticket, k: int, features: StepFeatures) -> GraphTicket:
+        return GraphTicket(record, k, self.program.width, features, mixes=self.program.mixes and k > 0)
 
     def pause(self) -> None:
         self._drafted = []
@@ -103,6 +119,45 @@ class GraphPlace:
         self._drafted, self._plain_rounds = running, 0
         self._missing_after_draft = self.program.missing_after(k)
         return missing
+
+
+class MaskedGraphPlace(GraphPlace):
+    """Launches rounds with grammars among their rows, and makes the masks while the forward pass runs.
+
+    The next masks depend on the tokens of the round, so it is read before the next one is launched.
+    """
+
+    lag = 0
+
+    def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        super().__init__(program, parts, scheduler)
+        self.why_not = partial(why_no_masked_graph_now, parts, program.width)
+
+    def run(self, batch: Batch, plan: SpeculationPlan) -> RoundTicket:
+        k, longest, features, missing = self._prepared(batch, plan)
+        draft = self.program.begin_masked(batch.rows, k, longest, features, missing).read()
+        masks = [
+            [] if constraint is None else masks_of(constraint, line[: line[-1]], batch.vocab_size)
+            for constraint, line in zip(batch.sampling.constraints, draft[: batch.rows], strict=True)
+        ]
+        record = self.program.finish_masked(batch.rows, k, features, masks)
+        verdict = self._ticket(record, k, features).read().of_rows(range(batch.rows))
+        for row, tokens in zip(masks, verdict.tokens, strict=True):
+            forbidden = len(row) >= len(tokens) and (last := row[len(tokens) - 1]) is not None and not last.any()
+            if tokens and tokens[-1] < 0 and forbidden:
+                tokens[-1] = Undrawn.ALL_FORBIDDEN
+        batch.note_gains(verdict.gained)
+        batch.sampling.advance(verdict.tokens)
+        return FinishedRound(verdict, drafted_at=None)
+
+
+def masks_of(constraint: Constraint, draft_tokens: Sequence[int], vocab_size: int) -> RowMasks:
+    """Return the masks of a row's positions in a round: of its pending token and of its draft tokens."""
+    if constraint.is_free(draft_tokens):
+        return []
+    table = torch.zeros(len(draft_tokens) + 1, vocab_size, dtype=torch.bfloat16)
+    constraint.mask(draft_tokens, 0, table)
+    return [None if allowed.all() else allowed for allowed in (table == 0).numpy()]
 
 
 def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:

@@ -113,7 +113,7 @@ class RoundLoop:
                 return []
         timing = self._timer.ended(launched.began, ticket.drafted_at, drafts=launched.plan.k > 0)
         self.last_verdict = verdict = replace(verdict, note=launched.plan.note, timing=timing)
-        if not lag:  # else the program keeps the drafter's state
+        if launched.place.name == "host":  # else the program keeps the drafter's state
             self._parts.drafter.observe(batch, verdict)
         self._parts.policy.observe(batch, verdict)
         self._timer.learned()

@@ -30,7 +30,7 @@ class FinishedRound:
     """The ticket of a round that ended before its launch returned."""
 
     verdict: Verdict
-    drafted_at: float
+    drafted_at: float | None
 
     def read(self) -> Verdict:
         return self.verdict
@@ -52,7 +52,7 @@ class HostPlace:
 class RoundPlace(Protocol):
     """Runs rounds for the decoding rows.
 
-    name: for logs and metrics, "host" or "device".
+    name: for logs and metrics, "host" or "device"; a device's programs keep the drafter's state.
     lag: rounds that are still in flight while the host launches the next one.
     """
 

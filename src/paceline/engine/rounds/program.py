@@ -1,7 +1,11 @@
 """A round as one tensor program on the device: draft, verify, accept, commit, stop tests. The host never interrupts it.
 
-It is the round of ``round.py`` for rows without a grammar or a logit bias; lengths, ends and draft tokens stay on the
-device. On CUDA a program is captured as one graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
+It is the round of ``round.py``; lengths, ends and draft tokens stay on the device. On CUDA a program is captured as one
+graph per (row bucket, k, span, features). On a CPU it runs uncaptured.
+
+Where a row has a grammar the round is three programs: draft, forward pass, acceptance. The host reads the draft tokens
+and makes the rows' masks while the forward pass runs. What the programs pass on lies in memory of its own; it is the
+hidden states and not the logits, which are larger.
 
 Shapes: B rows (a bucket: live rows first, then idle ones, which are masked), k draft tokens, V vocabulary.
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -22,7 +27,6 @@ from torch import Tensor
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.ops import RoundOps
 from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.values import DeviceAcceptance, Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
@@ -31,7 +35,8 @@ from paceline.engine.rounds.references import References
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
 from paceline.kernels.gpu.lookup import copied, copied_from, suffix_of
-from paceline.kernels.gpu.ops import ops_for
+from paceline.kernels.gpu.masks import RowMasks, TokenMasks
+from paceline.kernels.gpu.ops import DeviceOps, ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, tree_parents, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
@@ -64,7 +69,7 @@ class DeviceRound:
         batch: Batch,
         rule: DeviceAcceptance,
         *,
-        ops: RoundOps | None = None,
+        ops: DeviceOps | None = None,
         capture: bool = True,
         width: int = 1,
         copies: bool = False,
@@ -83,6 +88,13 @@ class DeviceRound:
         per_position = 2 + 2 * LOGPROB_SIZES[-1]  # token and log-probability: of the token itself and of the likeliest
         per_row = per_position * (MAX_SPECULATION_LENGTH + 1) + RECORD_TAIL + 1  # one more: tokens matched
         self._ring = Ring(batch.device, self.capacity * per_row)
+        self._masks: TokenMasks | None = None  # made for the first row that needs them
+        self._hidden: Tensor | None = None
+        size = (self.capacity, MAX_SPECULATION_LENGTH)
+        tokens, counts, read, matched = (
+            torch.zeros(s, dtype=torch.int64, device=batch.device) for s in (size, size[:1], size, size[:1])
+        )
+        self._drafted = DraftTensors(tokens, counts, read=read, matched=matched)
         self._tree_parents = torch.tensor(tree_parents(MAX_SPECULATION_LENGTH, width), device=batch.device)
 
     @contextmanager
@@ -145,6 +157,36 @@ class DeviceRound:
         record = self.graphs.run(*self._round(self.bucket(rows), k, span, features, searches))
         return self._ring.push(record)
 
+    def begin_masked(self, rows: int, k: int, longest: int, features: StepFeatures, missing: int = 0) -> Ticket:
+        """Launch the draft and the forward pass of a round, arguments as for ``run``; ``finish_masked`` ends it.
+
+        Returns the ticket of the draft: [bucket, k + 1] int64, tokens and then each row's number of them.
+        """
+        k, bucket, span = self._feasible_length(k), self.bucket(rows), self._span(longest + k)
+        if k > 0 and self.draft is not None:
+            self.catch_up(rows, missing, longest)
+        size, unmasked = (bucket, k, span), replace(features, masks=False)
+        searches = k > 0 and self._references is not None and self._references.follow(self.batch)
+        key = "draft", *size, unmasked, searches
+        draft = self.graphs.run(key, lambda: self._draft_apart(*size, unmasked, searches))
+        ticket = self._ring.push(draft)
+        self.graphs.run(("forward", *size), lambda: self._forward_apart(*size))
+        return ticket
+
+    def finish_masked(self, rows: int, k: int, features: StepFeatures, masks: Sequence[RowMasks]) -> Ticket:
+        """Launch the rest of a round that ``begin_masked`` began -> its record's ticket. masks: of the live rows."""
+        k, bucket = self._feasible_length(k), self.bucket(rows)
+        self._token_masks.set(masks)
+        record = self.graphs.run(("accept", bucket, k, features), lambda: self._accept_apart(bucket, k, features))
+        return self._ring.push(record)
+
+    @property
+    def _token_masks(self) -> TokenMasks:
+        if self._masks is None:
+            positions, vocab_size = MAX_SPECULATION_LENGTH + 1, self.target.vocab_size
+            self._masks = TokenMasks(self.capacity, positions, vocab_size, self.batch.device)
+        return self._masks
+
     def _feasible_length(self, k: int) -> int:
         """Return the draft length that a round planned with k draft tokens can have."""
         return min(k, MAX_SPECULATION_LENGTH // self.width) if self.can_draft else 0
@@ -176,8 +218,10 @@ class DeviceRound:
         batch, k = self.batch, self._feasible_length(k)
         if not self.graphs.captures or batch.sampling.needs_host:
             return True
-        span = self._span(batch.longest + k * self.width)
-        return (self.bucket(batch.rows), k, span, batch.sampling.step_features) in self.graphs
+        bucket, features = self.bucket(batch.rows), batch.sampling.step_features
+        if features.masks:
+            return ("accept", bucket, k, features) in self.graphs
+        return (bucket, k, self._span(batch.longest + k * self.width), features) in self.graphs
 
     def capture_ahead(
         self,
@@ -255,61 +299,100 @@ class DeviceRound:
         """
         state = self.batch.state(rows)
         before = state.length.clone()
-        drafted = draft = self._draft(state, before, k, span, features)
-        matched: Tensor | None = None
-        if self.copies and k > 0:
-            draft, matched = self._copies(state, k, span, references)
-        if self.mixes and matched is not None:
-            draft, matched = self._mixed(drafted, draft, matched)
-        logits = self._verify(state, before, draft, span)
+        draft = self._draft(state, before, k, span, features, references)
+        return self._accept(state, before, draft, self._forward(state, before, draft, span), features)
+
+    def _draft_apart(self, rows: int, k: int, span: int, features: StepFeatures, references: bool = False) -> Tensor:
+        """The draft of a round in parts -> [B, k + 1] int64, as ``begin_masked`` says."""
+        state = self.batch.state(rows)
+        draft = self._draft(state, state.length.clone(), k, span, features, references)
+        self._drafted.tokens[:rows, :k], self._drafted.counts[:rows] = draft.tokens, draft.counts
+        if self._drafted.read is not None and draft.read is not None:
+            self._drafted.read[:rows, :k] = draft.read
+        if self._drafted.matched is not None and draft.matched is not None:
+            self._drafted.matched[:rows] = draft.matched
+        return torch.cat([draft.tokens, draft.counts[:, None]], dim=1)
+
+    def _forward_apart(self, rows: int, k: int, span: int) -> Tensor:
+        """The forward pass of a round in parts -> hidden states [B * (k + 1), width], which stay."""
+        state = self.batch.state(rows)
+        hidden = self._forward(state, state.length.clone(), self._held_draft(rows, k), span).flatten(0, 1)
+        if self._hidden is None:  # in the run before the first capture
+            self._hidden = hidden.new_empty(self.capacity * (MAX_SPECULATION_LENGTH + 1), hidden.shape[1])
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+    def _accept_apart(self, rows: int, k: int, features: StepFeatures) -> Tensor:
+        """The rest of a round in parts -> the record."""
+        assert self._hidden is not None, "the forward pass comes first"
+        state, hidden = self.batch.state(rows), self._hidden[: rows * (k + 1)].view(rows, k + 1, -1)
+        return self._accept(state, state.length.clone(), self._held_draft(rows, k), hidden, features)
+
+    def _held_draft(self, rows: int, k: int) -> DraftTensors:
+        held = self._drafted
+        tokens, counts = held.tokens[:rows, :k].contiguous(), held.counts[:rows]
+        if not self.mixes or held.read is None or held.matched is None or k == 0:
+            return DraftTensors(tokens, counts)
+        return DraftTensors(tokens, counts, read=held.read[:rows, :k], matched=held.matched[:rows])
+
+    def _accept(
+        self, state: RowState, before: Tensor, draft: DraftTensors, hidden: Tensor, features: StepFeatures
+    ) -> Tensor:
+        """Accept and commit, given the target's hidden states [B, N + 1, width] at the draft -> the record."""
+        logits = self.target.logits(hidden)
         shaped = self._shaped(logits, state, features, draft.tokens)
         record = found = self.ops.accept(draft, shaped, state, self.rule, self.width)
-        if k > 0 and self.draft is not None:
-            self._rewind(state, before, self._kept(state, before, record, drafted, draft))
+        if draft.k > 0 and self.draft is not None:
+            self._rewind(state, before, self._kept(state, before, record, draft))
         if features.logprobs is not None:
             found = with_logprobs(record, self.ops.logprobs(logits, record, features.logprobs))
-        return torch.cat([found, matched[:, None]], dim=1) if self.mixes and matched is not None else found
+        return found if draft.matched is None else torch.cat([found, draft.matched[:, None]], dim=1)
 
     def _shaped(
         self, logits: Tensor, state: RowState, features: StepFeatures, draft_tokens: Tensor, first: int = 0
     ) -> Tensor:
-        """Apply the rows' penalties and cuts to logits [B, L, V].
+        """Apply the rows' masks, biases, penalties and cuts to logits [B, L, V].
 
         draft_tokens: [B, j] drafted so far.
         first: number of draft tokens before position 0 of the logits.
         """
+        if features.masks:
+            logits = self.ops.mask(logits, self._token_masks)
+        if features.biases:
+            logits = self.batch.sampling.biased(logits, state.slots)
         asks = features.adjusts or features.cuts or features.truncates
         return self.ops.shape(logits, state, features, draft_tokens, first) if asks else logits
 
-    def _draft(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
-        if self.draft is None:
+    def _draft(
+        self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures, references: bool
+    ) -> DraftTensors:
+        if self.draft is None and (k == 0 or not self.copies):
             return DraftTensors(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
+        if self.draft is None:
+            return self._copies(state, k, span, references)[0]
         drafts = self._draft_trees if self.width > 1 and k > 0 else self._draft_chain
-        return drafts(state, before, k, span, features)
+        drafted = drafts(state, before, k, span, features)
+        return self._mixed(drafted, *self._copies(state, k, span, references)) if self.copies and k > 0 else drafted
 
     def _copies(self, state: RowState, k: int, span: int, references: bool) -> tuple[DraftTensors, Tensor]:
         """Draft up to k tokens per row from its own text or its references. Returns the tokens matched, [B], too.
 
         The longer match wins, and the own text's of equal ones. A row without a match has no draft tokens.
         """
-        text = state.slots.of(state.text[:, :span])
-        tokens, matched = copied(text, state.length, k, LONGEST_SUFFIX)
+        text, rows, find = state.text[:, :span], state.slots, self.ops.last_match
+        tokens, matched = copied(text, rows, state.length, k, LONGEST_SUFFIX, find)
         real = torch.full_like(matched, k)
         if references:
             assert self._references is not None
-            suffix = suffix_of(text, state.length, LONGEST_SUFFIX)
-            table, size = (state.slots.of(each) for each in (self._references.table, self._references.size))
-            others, count, longer = copied_from(table, size, suffix, k)
+            suffix = suffix_of(text, rows, state.length, LONGEST_SUFFIX)
+            size = rows.of(self._references.size)
+            others, count, longer = copied_from(self._references.table, rows, size, suffix, k, find)
             tokens = torch.where((longer > matched)[:, None], others, tokens)
             real, matched = torch.where(longer > matched, count, real), torch.maximum(longer, matched)
         counts = torch.minimum(self._caps.device[: state.rows], real) * (matched > 0)
         return DraftTensors(tokens, counts), matched
 
-    def _mixed(self, drafted: DraftTensors, copies: DraftTensors, matched: Tensor) -> tuple[DraftTensors, Tensor]:
-        """Replace the model's draft by the n-gram draft in rows whose match is long enough.
-
-        Returns the tokens matched, [B], in these rows, and 0 in the others.
-        """
+    def _mixed(self, drafted: DraftTensors, copies: DraftTensors, matched: Tensor) -> DraftTensors:
+        """Replace the model's draft by the n-gram draft in rows whose match is long enough."""
         takes = matched >= self._least_matches.device[: len(matched)]
         tokens = torch.where(takes[:, None], copies.tokens, drafted.tokens)
         logits = drafted.logits
@@ -317,21 +400,18 @@ class DeviceRound:
             certain = torch.full_like(logits, -torch.inf).scatter_(2, copies.tokens[..., None], 0.0)
             logits = torch.where(takes[:, None, None], certain, logits)
         counts = torch.where(takes, copies.counts, drafted.counts)
-        return DraftTensors(tokens, counts, logits=logits), matched * takes
+        return DraftTensors(tokens, counts, logits=logits, read=drafted.tokens, matched=matched * takes)
 
-    def _kept(
-        self, state: RowState, before: Tensor, record: Tensor, drafted: DraftTensors, verified: DraftTensors
-    ) -> Tensor:
+    def _kept(self, state: RowState, before: Tensor, record: Tensor, draft: DraftTensors) -> Tensor:
         """Return how many of each row's new tokens the draft model has read, [B]: it never reads its last draft token.
 
         The numbers may exceed the accepted tokens, which are counted later.
         """
-        if verified.parents is not None:
-            return self._keep(state, before, record, drafted.k // self.width)
-        if verified is drafted:
-            return before.new_full((state.rows,), drafted.k - 1)
-        same = record[:, : drafted.k] == drafted.tokens
-        return same.long().cumprod(1).sum(1).clamp(max=drafted.k - 1)
+        if draft.parents is not None:
+            return self._keep(state, before, record, draft.k // self.width)
+        if draft.read is None:
+            return before.new_full((state.rows,), draft.k - 1)
+        return (record[:, : draft.k] == draft.read).long().cumprod(1).sum(1).clamp(max=draft.k - 1)
 
     def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         """Draft k tokens per row with the draft model, one after the other."""
@@ -374,13 +454,13 @@ class DeviceRound:
         text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
-    def _verify(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
-        """Return the target's logits [B, k + 1, V] after each row's last token and after each of its draft tokens."""
+    def _forward(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
+        """Return the target's hidden states [B, N + 1, width] at each row's last token and at its draft tokens."""
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
         # only recurrent states ask which tokens are real: keys and values of others are overwritten unread
         counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
-        return self.target.logits(self.target.forward(tokens, start, span, state.slots, counts, draft.tree))
+        return self.target.forward(tokens, start, span, state.slots, counts, draft.tree)
 
     def _keep(self, state: RowState, before: Tensor, record: Tensor, k: int) -> Tensor:
         """Move the accepted paths of trees behind the texts. Returns accepted tokens [B] that the draft model has read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +13,24 @@ from paceline.core.ops import RoundOps
 from paceline.core.rows import RowState, StepFeatures
 from paceline.core.rules import accept_at_rate, accept_by_ratio, accept_matching
 from paceline.core.sampling import checked, draw_at_temperature, probabilities_at_temperature, shaped
+from paceline.core.slots import Slots
 from paceline.core.values import Accepted, DeviceAcceptance, LogprobTensors, Purpose
 from paceline.kernels.gpu.launch import why_not
+from paceline.kernels.gpu.lookup import last_match
+from paceline.kernels.gpu.masks import TokenMasks, masked
 from paceline.kernels.gpu.state import with_path
+
+
+class DeviceOps(RoundOps, Protocol):
+    """``RoundOps`` with the masks that the host makes, and the search for n-gram drafts."""
+
+    def mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
+        """Set logits [B, L, V] of tokens that may not come to -inf, in a copy."""
+        ...
+
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the longest match of each row's last tokens (``lookup.last_match``)."""
+        ...
 
 
 class _ComposedOps(ABC):
@@ -80,6 +96,12 @@ class ReferenceOps(_ComposedOps):
     def draw(self, logits: Tensor, rows: RowState, first: int, purpose: Purpose) -> Tensor:
         return draw_at_temperature(logits, rows, first, purpose)
 
+    def mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
+        return masked(logits, masks)
+
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        return last_match(table, rows, size, suffix)
+
     def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         draws = checked(draw_at_temperature(logits, rows), logits, logits)
         if synthetic is None:
@@ -120,6 +142,16 @@ class TritonOps(_ComposedOps):
 
         return draw(logits, Noise.of(rows), first, purpose)
 
+    def mask(self, logits: Tensor, masks: TokenMasks) -> Tensor:
+        from paceline.kernels.gpu.shape import masked as by_triton
+
+        return by_triton(logits, masks)
+
+    def last_match(self, table: Tensor, rows: Slots, size: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+        from paceline.kernels.gpu.search import last_match as by_triton
+
+        return by_triton(table, rows, size, suffix)
+
     def _coupled(self, draft: DraftTensors, logits: Tensor, rows: RowState, synthetic: float | None) -> Tensor:
         from paceline.kernels.gpu.accept import coupled
 
@@ -136,6 +168,6 @@ class TritonOps(_ComposedOps):
         return own_logprobs(logits, record)
 
 
-def ops_for(device: torch.device) -> RoundOps:
+def ops_for(device: torch.device) -> DeviceOps:
     """Triton's kernels on a GPU that can run them, else plain torch (the interpreter is for tests that ask for it)."""
     return TritonOps() if device.type == "cuda" and why_not(device) is None else ReferenceOps()

@@ -1,6 +1,4 @@
-"""Penalties and minimum length in one launch, then cuts (``gpu.cut``): ``sampling.shaped`` without a sort.
-
-Truncation by the shape of the distribution runs in torch, and only where a row asks for it.
+"""Penalties and minimum length in one launch, then truncation and cuts (``gpu.cut``): ``sampling.shaped``, no sort.
 
 Shapes: B rows, L positions, N = B * L lines, V vocabulary, S stop tokens.
 """
@@ -13,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.rows import RowState, StepFeatures
-from paceline.core.sampling import count_tokens, truncate
-from paceline.kernels.gpu.cut import cut
+from paceline.core.sampling import count_tokens
+from paceline.kernels.gpu.cut import cut, truncate
 from paceline.kernels.gpu.draw import BLOCK, Blocks
+from paceline.kernels.gpu.masks import TokenMasks
 
 _WARPS = 8
 
@@ -69,6 +68,43 @@ def adjust_kernel(
     tl.store(out + line * vocab + column, x, mask=inside)
 
 
+@triton.jit(do_not_specialize=["per_row"])
+def mask_kernel(
+    logits: tl.tensor,
+    bits: tl.tensor,
+    lines: tl.tensor,
+    out: tl.tensor,
+    line_stride: tl.tensor,
+    words: tl.tensor,
+    vocab: tl.tensor,
+    per_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N, blocks): the logits -> out [N, V] float32, -inf where a line's bits (``TokenMasks``) are 0."""
+    line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    x = tl.load(logits + line * line_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    mask = tl.load(lines + line // per_row * WIDTH + line % per_row)
+    if mask >= 0:
+        word = tl.load(bits + mask * words + (column >> 5), mask=inside, other=0)
+        x = tl.where((word >> (column & 31)) & 1 != 0, x, float("-inf"))
+    tl.store(out + line * vocab + column, x, mask=inside)
+
+
+def masked(logits: Tensor, masks: TokenMasks, block: int = BLOCK) -> Tensor:
+    """Set logits of tokens that may not come to -inf: [B, L, V] -> [B, L, V] float32."""
+    rows, length, vocab = logits.shape
+    lines, blocks = logits.reshape(-1, vocab), Blocks(vocab, block)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    mask_kernel[(rows * length, blocks.count)](
+        lines, masks.bits, masks.lines, out, lines.stride(0), masks.bits.shape[1], vocab, length,
+        WIDTH=masks.lines.shape[1], BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
 def shaped(
     logits: Tensor, rows: RowState, asks: StepFeatures, draft_tokens: Tensor, first: int = 0, block: int = BLOCK
 ) -> Tensor:
@@ -78,7 +114,7 @@ def shaped(
     if asks.adjusts:
         lines = _adjusted(lines, rows, draft_tokens, first, blocks)
     if asks.truncates:
-        lines = truncate(lines.view(rows.rows, length, blocks.vocab).float(), rows.values).view(lines.shape)
+        lines = truncate(lines, rows, blocks)
     if asks.cuts:
         lines = cut(lines, rows, blocks)
     return lines.view(rows.rows, length, blocks.vocab)

@@ -44,6 +44,7 @@ class WeightNames:
     ignored: names of tensors that are no weights of the decoder.
     transposed: last parts of paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
     interleaved: last parts of paceline's names of matrices whose rows of the gate and of up alternate.
+    by_head: last parts of paceline's names of matrices in which each head's query, key and value follow each other.
     plus_one: last parts of paceline's names of norms whose stored weight is one less than the factor.
     """
 
@@ -53,6 +54,7 @@ class WeightNames:
     transposed: frozenset[str] = frozenset()
     plus_one: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    by_head: frozenset[str] = frozenset()
 
     def behind(self, layers: int) -> WeightNames:
         """Return the names of a model with so many layers."""

@@ -38,7 +38,7 @@ _WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of ex
 # Limits that keep a damaged header from allocating large memory: no model is wider or has more experts, and each layer
 # has own tensors. The least value of the second ones is 0: a layer, or the model, has none.
 _SIZES = (
-    *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
+    *("embedding_length", "attention.head_count", "context_length", "full_attention_interval"),
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
     *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
@@ -46,7 +46,7 @@ _SIZES = (
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
-    *("embedding_length_per_layer_input", "expert_count", "expert_used_count"),
+    *("embedding_length_per_layer_input", "expert_count", "expert_used_count", "feed_forward_length"),
 )
 _LARGEST = {
     **dict.fromkeys(("context_length", "attention.sliding_window"), 2**31),
