@@ -102,7 +102,7 @@ _LATENT = _LLAMA | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
     "v_head_dim": 10,
 }  # fmt: skip
-_ROUTED = _LATENT | {
+_LATENT_ROUTED = _LATENT | {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
 }  # fmt: skip
 YARN_GROWING = rope(
@@ -134,17 +134,20 @@ NATIVE |= {
     "youtu": ("youtu", _LATENT | YARN_MSCALE),
     "youtu with biases": ("youtu", _LATENT | YARN_TWICE | {"rope_interleave": False, "attention_bias": True}),
     "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
-    "deepseek_v2": ("deepseek_v2", _ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    "deepseek_v2": ("deepseek_v2", _LATENT_ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
     "deepseek_v2 with groups": (
         "deepseek_v2",
-        _ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
+        _LATENT_ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
     ),
     "deepseek_v3": (
         "deepseek_v3",
-        _ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
+        _LATENT_ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
     ),
-    "glm4_moe_lite": ("glm4_moe_lite", _ROUTED | {"n_group": 1, "topk_group": 1}),
-    "mistral4": ("mistral4", _ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT_ROUTED | {"n_group": 1, "topk_group": 1}),
+    "mistral4": (
+        "mistral4",
+        _LATENT_ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING,
+    ),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }

@@ -274,6 +274,7 @@ def theirs_with_head(
     """A random model of transformers, and a draft head for it."""
     model = make(seed, **sizes)
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.mtp_mlp_layer_types = ["sparse"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         head = MtpModel(model, 1).eval()
@@ -291,12 +292,24 @@ _MTP_NAMES = {
 }
 
 
-def head_state(head: MtpModel) -> dict[str, torch.Tensor]:
-    """A head's tensors by their names in published checkpoints."""
-    found = {}
+_LAYER_NAMES = {
+    "0.mtp_block.": "",
+    "0.eh_proj.": "eh_proj.",
+    "0.enorm.": "enorm.",
+    "0.hnorm.": "hnorm.",
+    "0.post_norm.": "shared_head.norm.",
+}
+
+
+def head_state(head: MtpModel, behind: int | None = None) -> dict[str, torch.Tensor]:
+    """A head's tensors by their names in published checkpoints. behind: number of layers, if it is named as a layer."""
+    names, found = _MTP_NAMES, {}
+    if behind is not None:
+        names = {theirs: f"model.layers.{behind}.{ours}" for theirs, ours in _LAYER_NAMES.items()}
+        found = {f"model.layers.{behind}.embed_tokens.weight": torch.zeros(2, 2)}  # a copy, which is not read
     for name, weight in head.layers.state_dict().items():
-        theirs = next(theirs for theirs in _MTP_NAMES if name.startswith(theirs))
-        found[_MTP_NAMES[theirs] + name.removeprefix(theirs)] = weight.contiguous()
+        theirs = next(theirs for theirs in names if name.startswith(theirs))
+        found[names[theirs] + name.removeprefix(theirs)] = weight.contiguous()
     return found
 
 
@@ -334,7 +347,9 @@ def save_with_head(
     model, head = theirs_with_head(seed, make, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    tensors |= experts_apart(head_state(head)) if model.config.model_type == "qwen3_next" else head_state(head)
+    is_layer = model.config.model_type in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    own = head_state(head, model.config.num_hidden_layers if is_layer else None)
+    tensors |= experts_apart(own) if is_layer or model.config.model_type == "qwen3_next" else own
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(path)
     return model, head

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
+from paceline.core.cache import KVHeads
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
@@ -50,6 +51,7 @@ class HeadModel:
         self.vocab_size, self.layers = shape.vocab_size, len(shape.layers)
         attention, self.width = shape.layers[0].attention, shape.width
         self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
+        self.kv_layers: Sequence[KVHeads] = shape.kv_layers
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.max_draft_tokens
         self.one_pass = self.kind not in ("feature", "mtp")

@@ -165,7 +165,9 @@ def names_of(config: PretrainedConfig) -> WeightNames:
     family = family_of(config)
     if family is None:
         return USUAL_NAMES
-    return in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
+    names = in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
+    is_layer = family.head is not None and family.head.behind(0) != family.head
+    return names.ignoring_layer(config.get_text_config().num_hidden_layers) if is_layer else names
 
 
 def _parse(config: Mapping[str, Any]) -> PretrainedConfig:

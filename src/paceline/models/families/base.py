@@ -19,7 +19,7 @@ from paceline.models.description.spec import (
     NormPlaces,
     NormSpec,
 )
-from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weight_names import WeightNames, ignoring
 from paceline.models.description.weights import StoredTensor
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of, without_positions
 
@@ -169,6 +169,18 @@ def mtp_names(names: WeightNames) -> WeightNames:
     }
     less_one = {"embedding_norm", "hidden_norm"} if "norm" in names.plus_one else set()
     return WeightNames(parts, prefixes=("mtp.",), plus_one=names.plus_one | less_one)
+
+
+def mtp_layer_names(names: WeightNames) -> WeightNames:
+    """Return the names of a draft head in safetensors files that is named like one more layer, as DeepSeek-V3's."""
+    layer = {
+        theirs.removeprefix("layers.{}."): ours.replace("{}", "0", 1)
+        for theirs, ours in names.parts.items()
+        if theirs.startswith("layers.{}.")
+    }
+    parts = {"eh_proj": "mtp.fc", "enorm": "mtp.embedding_norm", "hnorm": "mtp.hidden_norm", "shared_head.norm": "norm"}
+    copies = ignoring(r".*\.(embed_tokens|shared_head\.head)\.weight")  # of the model's embedding and output head
+    return WeightNames(layer | parts, prefixes=("model.layers.{layers}.",), ignored=copies)
 
 
 def gguf_mtp_names(names: WeightNames) -> WeightNames:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import Family
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.families.base import Family, mtp_layer_names
 from paceline.models.families.latent import LATENT_NAMES, latent_decoder_of
 from paceline.models.families.latent_gguf import DEEPSEEK2
 from paceline.models.families.routed import ROUTED, after_dense_layers, with_routed_experts
@@ -24,8 +24,8 @@ _NAMES |= {theirs.replace("layers.", "blocks.", 1): ours for theirs, ours in _NA
 FAMILY = Family(
     "deepseek_v3",
     _describe,
-    # the published files have a draft head in the place of one more layer
-    WeightNames(_NAMES, prefixes=("model.",), ignored=ignoring(r"model\.layers\.61\..*")),
+    WeightNames(_NAMES, prefixes=("model.",)),
     DEEPSEEK2,
+    mtp_layer_names(WeightNames(_NAMES)),
     other_types=("sarvam_mla",),
 )

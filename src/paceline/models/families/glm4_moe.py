@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like, mtp_layer_names
 from paceline.models.families.routed import (
     GGUF_ROUTED,
     ROUTED,
@@ -32,15 +32,16 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     return {**routed_fields(metadata, rope), "use_qk_norm": True}  # the tensors tell
 
 
+_NAMES = WeightNames(
+    {**LLAMA_NAMES, **ROUTED},
+    prefixes=("model.",),
+    ignored=ignoring(r"model\.language_model\.layers\.(46|92)\..*"),  # the draft head of a multimodal model
+)
+
 FAMILY = Family(
     "glm4_moe",
     describe,
-    # the published files of 46 and of 92 layers have a draft head in the place of one more
-    WeightNames(
-        {**LLAMA_NAMES, **ROUTED},
-        prefixes=("model.",),
-        ignored=ignoring(r"model\.(language_model\.)?layers\.(46|92)\..*"),
-    ),
+    _NAMES,
     GGUFForm(
         ("glm4moe",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
@@ -48,5 +49,6 @@ FAMILY = Family(
         reads=frozenset({"expert_count"}),
         adapt=without_head,
     ),
+    mtp_layer_names(_NAMES),
     other_types=("glm4v_moe_text",),
 )

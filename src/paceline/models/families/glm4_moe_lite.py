@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import Family
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.families.base import Family, mtp_layer_names
 from paceline.models.families.latent import LATENT_NAMES, latent_decoder_of
 from paceline.models.families.routed import ROUTED, with_routed_experts
 
@@ -16,9 +16,6 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     return spec and with_routed_experts(config, spec, [kind == "sparse" for kind in config.mlp_layer_types])
 
 
-FAMILY = Family(
-    "glm4_moe_lite",
-    _describe,
-    # the published files have a draft head in the place of one more layer
-    WeightNames({**LATENT_NAMES, **ROUTED}, prefixes=("model.",), ignored=ignoring(r"model\.layers\.47\..*")),
-)
+_NAMES = WeightNames({**LATENT_NAMES, **ROUTED}, prefixes=("model.",))
+
+FAMILY = Family("glm4_moe_lite", _describe, _NAMES, head=mtp_layer_names(_NAMES))

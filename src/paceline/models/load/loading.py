@@ -155,8 +155,9 @@ def head_tensors(path: Path) -> tuple[WeightNames, Mapping[str, weights.StoredTe
     family = family_of(config)
     if family is None or family.head is None:
         return WeightNames({}), {}
+    names = family.head.behind(config.get_text_config().num_hidden_layers)
     stored = _stored(path, scheme).items()
-    return family.head, {name: tensor for name, tensor in stored if name.startswith(family.head.prefixes)}
+    return names, {name: tensor for name, tensor in stored if name.startswith(names.prefixes)}
 
 
 @reads_model
