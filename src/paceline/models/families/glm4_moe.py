@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weight_names import WeightNames, ignoring
 from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like, mtp_layer_names
 from paceline.models.families.routed import (
     GGUF_ROUTED,
