@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "cd6ef4d131b1b612";
+constexpr const char* kInterface = "a863fdee4751c726";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -22,17 +22,19 @@ constexpr int32_t kLayout[] = {
   offsetof(ExpertsNorms, before), offsetof(ExpertsNorms, router), offsetof(ExpertsNorms, shared_after), sizeof(Experts),
   offsetof(Experts, count), offsetof(Experts, down), offsetof(Experts, factors), offsetof(Experts, gate_up),
   offsetof(Experts, normalised), offsetof(Experts, norms), offsetof(Experts, router), offsetof(Experts, used),
-  sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer), offsetof(Layer, activation),
-  offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, changes),
-  offsetof(Layer, cosine), offsetof(Layer, dim), offsetof(Layer, down), offsetof(Layer, experts),
-  offsetof(Layer, gate_up), offsetof(Layer, gated), offsetof(Layer, heads), offsetof(Layer, input),
-  offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads), offsetof(Layer, looks_ahead),
-  offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_all), offsetof(Layer, place), offsetof(Layer, post_norm),
-  offsetof(Layer, q_norm), offsetof(Layer, qkv), offsetof(Layer, reads_only), offsetof(Layer, recurrent),
-  offsetof(Layer, rotary_half), offsetof(Layer, scale), offsetof(Layer, scale_out), offsetof(Layer, sine),
-  offsetof(Layer, sinks), offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion),
-  offsetof(Fusion, block), offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm),
-  offsetof(Fusion, joint_norm), offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
+  sizeof(BlockConv), offsetof(BlockConv, base), offsetof(BlockConv, group), offsetof(BlockConv, project),
+  offsetof(BlockConv, taps), sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer),
+  offsetof(Layer, activation), offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm),
+  offsetof(Layer, changes), offsetof(Layer, convs), offsetof(Layer, cosine), offsetof(Layer, dim),
+  offsetof(Layer, down), offsetof(Layer, experts), offsetof(Layer, gate_up), offsetof(Layer, gated),
+  offsetof(Layer, heads), offsetof(Layer, input), offsetof(Layer, input_norm), offsetof(Layer, k_norm),
+  offsetof(Layer, kv_heads), offsetof(Layer, looks_ahead), offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_all),
+  offsetof(Layer, place), offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv),
+  offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale),
+  offsetof(Layer, scale_out), offsetof(Layer, sine), offsetof(Layer, sinks), offsetof(Layer, table),
+  offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion), offsetof(Fusion, block),
+  offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm), offsetof(Fusion, joint_norm),
+  offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
   offsetof(Fusion, normed_state), offsetof(Fusion, tap_count), offsetof(Fusion, tap_norms),
   offsetof(Fusion, target_width), offsetof(Fusion, targets), offsetof(Fusion, vocabulary), sizeof(RecurrentShape),
   offsetof(RecurrentShape, channels), offsetof(RecurrentShape, gates), offsetof(RecurrentShape, key_dim),

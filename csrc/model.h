@@ -59,6 +59,15 @@ struct LowRank {
   Router down, up;  // up has as many outputs as the layer's panels, and as many inputs as `down` has padded outputs
 };
 
+// Convolutions over the tokens of a block around a part f of its layers: x + after(f(before(norm(x)))). The weight of a tap is
+// its base's plus one of its group of channels, which a product of the normed x gives (GroupedConvolution of
+// src/paceline/drafters/heads/block.py).
+struct BlockConv {
+  Linear project;     // [2][taps][groups] outputs: before, after
+  const float* base;  // [2][taps][padded width]
+  int32_t taps, group;
+};
+
 enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
@@ -88,6 +97,7 @@ struct Layer {
   const float* scale_out;   // one factor of the layer's output, or null
   const Experts* experts;  // null: a dense MLP
   const float* sinks;      // of attention: [heads], or null
+  const BlockConv* convs;  // around attention, and around the MLP, of a block drafter; or null
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -376,6 +386,7 @@ class Model {
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
+  Buffer convolved_, taps_;          // of a block's convolutions: their input and what they give, and the weights of taps
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

@@ -142,6 +142,14 @@ class CExperts(Structure):
     )
 
 
+class CBlockConv(Structure):
+    """csrc: BlockConv."""
+
+    _fields_ = (
+        ("project", CLinear), ("base", c_void_p), ("taps", c_int32), ("group", c_int32),
+    )
+
+
 class CLowRank(Structure):
     """csrc: LowRank."""
 
@@ -161,7 +169,7 @@ class CLayer(Structure):
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
-        ("sinks", c_void_p), ("changes", POINTER(CLowRank) * 4),
+        ("sinks", c_void_p), ("convs", POINTER(CBlockConv)), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -355,9 +363,9 @@ class CRoundCall(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLowRank, CLayer, CFusion, CRecurrentShape,
-    CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows, CShortHead,
-    CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CBlockConv, CLowRank, CLayer, CFusion,
+    CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
+    CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_interface": (c_char_p, ()),
@@ -401,4 +409,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "cd6ef4d131b1b612"
+INTERFACE = "a863fdee4751c726"

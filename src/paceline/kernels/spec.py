@@ -171,6 +171,17 @@ class TokenTableWeights:
         return self.norm.shape[0]
 
 
+class BlockConvWeights(NamedTuple):
+    """A grouped convolution over a block, around attention or an MLP (``drafters.heads.block.GroupedConvolution``).
+
+    base [2, taps, width]; project: to [2, taps, groups]. group: channels of a group.
+    """
+
+    base: Tensor
+    project: LinearWeights
+    group: int
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
@@ -187,7 +198,7 @@ class LayerWeights:
     reads_only: whether an earlier layer writes its keys and values; qkv then has queries only.
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
-    looks_ahead: whether the tokens of a block see those behind them.
+    looks_ahead: whether the tokens of a block see those behind them. convs: around attention, and around the MLP.
     """
 
     qkv: LinearWeights
@@ -215,6 +226,7 @@ class LayerWeights:
     input: TokenInputWeights | None = None
     scale_out: Tensor | None = None
     looks_ahead: bool = False
+    convs: tuple[BlockConvWeights, BlockConvWeights] | None = None
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:

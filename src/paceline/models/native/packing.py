@@ -21,6 +21,7 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
+    BlockConvWeights,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
@@ -43,7 +44,8 @@ _ACTIVATIONS: dict[GatedActivation, abi.Activation] = {
     "gelu_tanh": abi.Activation.GELU_TANH,
     "clamped_silu": abi.Activation.CLAMPED_SILU,
 }
-GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
+# Of ``RecurrentMixer.gates`` in every model, because a state would carry their rounding on; and of the weights of taps.
+GATES_FORMAT: Format = "bf16"
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -211,6 +213,15 @@ class _Packer:
             experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
             looks_ahead=layer.looks_ahead,
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
+            convs=None if layer.convs is None else (abi.CBlockConv * 2)(*map(self._conv, layer.convs)),
+        )
+
+    def _conv(self, conv: BlockConvWeights) -> abi.CBlockConv:
+        return abi.CBlockConv(
+            project=self._linear(conv.project, GATES_FORMAT),
+            base=self._vector(self._padded(conv.base)),
+            taps=conv.base.shape[1],
+            group=conv.group,
         )
 
     def _gate_up(self, linear: LinearWeights, to: Format) -> abi.CLinear:
