@@ -164,6 +164,7 @@ BLOCKS = ["dflash", "dspark", "dflash2"]
 ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside targets on the CPU kernels
     "dflash": functools.partial(tiny_native_block, reduced=True),
     "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
+    "dflash2": functools.partial(tiny_native_block, kind="dflash2"),
 }
 WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
 
