@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_
 # Tokens that use every expert: with fewer, rounding may choose others, so of such models only the bits are compared.
 ALL_SIZES = SIZES | {"every expert": SIZES["experts"] | {"top_k_experts": SIZES["experts"]["num_experts"]}}
 FAMILIES = [
-    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "ernie4_5"),
+    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "ernie4_5", "jais2", "cohere"),
     *("gemma4", "gemma4 with keys as values", "gemma4 with every expert"),
 ]
 LENGTH = 20
@@ -59,7 +59,8 @@ def model_of(family: str) -> PreTrainedModel:
 def adapters_of(path: Path, theirs: PreTrainedModel, family: str = "llama") -> dict[str, Path]:
     """Write two adapters: one of every layer, and one of some, of another rank."""
     fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    every = fused if family == "phi3" else EVERY_LINEAR
+    plain = tuple(name for name in EVERY_LINEAR if name != "gate_proj")
+    every = {"phi3": fused, "jais2": plain}.get(family, EVERY_LINEAR)
     write_adapter(path / "red", theirs, seed=1, rank=4, modules=every)
     write_adapter(path / "blue", theirs, seed=2, rank=19, modules=every[1::2], lora_alpha=2)
     return {"red": path / "red", "blue": path / "blue"}

@@ -15,6 +15,7 @@ _PLACES = {
     "qkv": Changed.CHANGED_QKV,
     "o": Changed.CHANGED_ATTENTION_OUT,
     "gate_up": Changed.CHANGED_GATE_UP,
+    "up": Changed.CHANGED_GATE_UP,  # of an MLP without a gate
     "down": Changed.CHANGED_DOWN,
 }
 

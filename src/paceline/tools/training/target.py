@@ -190,6 +190,7 @@ class Target:
 
 def _can_teach(spec: DecoderSpec) -> bool:
     plain = (spec.embed_width, spec.embed_scale, spec.logits_scale, spec.logits_cap) == (spec.width, 1.0, 1.0, None)
+    plain = plain and not spec.head_bias and not spec.embed_norm
     return plain and all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
 
 
