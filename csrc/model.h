@@ -75,6 +75,15 @@ struct LowRank {
   Router down, up;  // up has as many outputs as the layer's panels, and as many inputs as `down` has padded outputs
 };
 
+// Convolutions over the tokens of a block around a part f of its layers: x + after(f(before(norm(x)))). The weight of a tap is
+// its base's plus one of its group of channels, which a product of the normed x gives (GroupedConvolution of
+// src/paceline/drafters/heads/block.py).
+struct BlockConv {
+  Linear project;     // [2][taps][groups] outputs: before, after
+  const float* base;  // [2][taps][padded width]
+  int32_t taps, group;
+};
+
 enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
@@ -111,6 +120,7 @@ struct Layer {
   int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
   int32_t plain;           // whether the MLP has no gate: gate_up is up alone
   const float* shape;      // of the activation: four numbers, or null
+  const BlockConv* convs;  // around attention, and around the MLP, of a block drafter; or null
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -405,6 +415,7 @@ class Model {
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
   Buffer vectors_of_queries_, queries_, absorbed_, mixed_;  // of latent attention
   Quantised by_head_;                                       // its rows, head after head
+  Buffer convolved_, taps_;          // of a block's convolutions: their input and what they give, and the weights of taps
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

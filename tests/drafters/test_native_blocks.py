@@ -47,12 +47,14 @@ def states(decoder: BlockDecoder, anchors: list[int], lengths: list[int], rows: 
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [(None, 0.02), ("int8", 0.06)])
-@pytest.mark.parametrize("causal", [None, False, True])
+@pytest.mark.parametrize(
+    ("kind", "causal"), [("anchor first", None), ("anchor first", True), ("dflash2", False), ("dflash2", None)]
+)
 def test_a_block_is_that_of_torch_and_the_same_bits_in_any_batch(
-    quantization: Quantization | None, tolerance: float, causal: bool | None
+    quantization: Quantization | None, tolerance: float, kind: str, causal: bool | None
 ) -> None:
     """The rows' texts are longer and shorter than a window, one is empty; one batch is larger than a pass."""
-    config = block_config("anchor first", 61, 72, (0, 1), head_dim=16)
+    config = block_config(kind, 61, 72, (0, 1), head_dim=16)
     assert config.block is not None
     config = replace(config, block=replace(config.block, causal=causal, embedding_scale=1.5))
     head = BlockHead(config)
@@ -91,7 +93,7 @@ def drafted_alone(target: AnyModel, model: NativeBlock, text: list[int], k: int)
     return path[1:]
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("dflash", 4), ("dspark", 256)])
+@pytest.mark.parametrize(("kind", "chunk"), [("dflash", 4), ("dspark", 256), ("dflash2", 7)])
 def test_draft_tokens_do_not_depend_on_the_batch(kind: str, chunk: int) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds with drafts of any length."""
     target = tiny_native(1)
@@ -119,11 +121,8 @@ def test_draft_tokens_do_not_depend_on_the_batch(kind: str, chunk: int) -> None:
 
 
 @pytest.mark.usefixtures("no_requests")
-@pytest.mark.parametrize(("layout", "shares"), [("dflash", True), ("deepspec", False), ("dflash2", None)])
-def test_a_drafter_beside_a_native_target_uses_its_packed_ends(
-    tmp_path: Path, layout: str, shares: bool | None
-) -> None:
-    """None: the drafter has convolutions, so it runs in torch."""
+@pytest.mark.parametrize(("layout", "shares"), [("dflash", True), ("deepspec", False), ("dflash2", True)])
+def test_a_drafter_beside_a_native_target_uses_its_packed_ends(tmp_path: Path, layout: str, shares: bool) -> None:
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "head_dim": 16, "num_hidden_layers": 2}
     target = tiny("llama", NATIVE["llama"][1] | sizes)
     path = published_block(tmp_path, layout, head_dim=16)
@@ -131,11 +130,10 @@ def test_a_drafter_beside_a_native_target_uses_its_packed_ends(
     llm = LLM(target, path, drafter="feature", num_speculative_tokens=3, quantization="int8", **options)
     model, own = llm.engine.models.draft, llm.engine.models.target
     assert isinstance(own, NativeModel)
-    assert isinstance(model, NativeBlock) == (shares is not None)
-    if isinstance(model, NativeBlock):
-        heads = (model._packed.model.head.weights, own.packed_decoder.model.head.weights)
-        assert (heads[0] == heads[1]) == shares
-        assert model.precision.startswith("int8")
+    assert isinstance(model, NativeBlock)
+    heads = (model._packed.model.head.weights, own.packed_decoder.model.head.weights)
+    assert (heads[0] == heads[1]) == shares
+    assert model.precision.startswith("int8")
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3, n=2)
     (ours,), (plain,) = (each.generate([1, 2, 3, 4], params, use_tqdm=False) for each in (llm, llm.plain()))
     assert [answer.token_ids for answer in ours.outputs] == [answer.token_ids for answer in plain.outputs]

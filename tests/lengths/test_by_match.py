@@ -35,7 +35,7 @@ def test_at_first_only_long_matches_replace_the_models_draft() -> None:
     [
         ((0, 0), (0, 0), 1, 2),  # the model is always wrong
         ((0, 0), (4, 4), NEVER, NEVER),  # and always right
-        ((5, 5), (0, 0), NEVER, NEVER),  # long matches continue wrongly
+        ((LONGEST_SUFFIX, LONGEST_SUFFIX), (0, 0), NEVER, NEVER),  # long matches continue wrongly
         ((3, 3), (4, 4), 1, 3),  # short ones rightly
     ],
 )

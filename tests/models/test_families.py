@@ -181,6 +181,12 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    if "full_attention" in rope and family.model_type == "mellum":
+        writer.add_float32(f"{form.architectures[0]}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        writer.add_array(
+            f"{form.architectures[0]}.attention.sliding_window_pattern",
+            [kind == "sliding_attention" for kind in config.layer_types],
+        )
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1.0) ** (dim / (dim - 2)))
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
@@ -200,10 +206,11 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
         writer.add_tensor("rope_freqs.weight", (plain / theirs.model.rotary_emb.inv_freq).numpy())

@@ -165,6 +165,14 @@ class CLatent(Structure):
     )
 
 
+class CBlockConv(Structure):
+    """csrc: BlockConv."""
+
+    _fields_ = (
+        ("project", CLinear), ("base", c_void_p), ("taps", c_int32), ("group", c_int32),
+    )
+
+
 class CLowRank(Structure):
     """csrc: LowRank."""
 
@@ -185,7 +193,8 @@ class CLayer(Structure):
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
         ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
-        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
+        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("convs", POINTER(CBlockConv)),
+        ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -381,7 +390,7 @@ class CRoundCall(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CLowRank, CLayer, CFusion,
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CBlockConv, CLowRank, CLayer, CFusion,
     CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
     CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
@@ -429,4 +438,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "3af523592bc19aaa"
+INTERFACE = "9469da62fdda0f41"

@@ -200,6 +200,17 @@ class TokenTableWeights:
         return self.norm.shape[0]
 
 
+class BlockConvWeights(NamedTuple):
+    """A grouped convolution over a block, around attention or an MLP (``drafters.heads.block.GroupedConvolution``).
+
+    base [2, taps, width]; project: to [2, taps, groups]. group: channels of a group.
+    """
+
+    base: Tensor
+    project: LinearWeights
+    group: int
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
@@ -223,7 +234,7 @@ class LayerWeights:
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
     latent: of latent attention, whose heads are those of the absorbed form; None: keys and values of its own heads.
-    looks_ahead: whether the tokens of a block see those behind them.
+    looks_ahead: whether the tokens of a block see those behind them. convs: around attention, and around the MLP.
     """
 
     qkv: LinearWeights | None
@@ -257,6 +268,7 @@ class LayerWeights:
     parallel: bool = False
     cap: float | None = None
     looks_ahead: bool = False
+    convs: tuple[BlockConvWeights, BlockConvWeights] | None = None
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:

@@ -197,7 +197,7 @@ def drawing() -> dict[str, Used]:
 def searching() -> dict[str, Used]:
     from paceline.kernels.gpu.search import _BLOCK, _WARPS, match_kernel
 
-    constants = {"SUFFIX": 5, "BLOCK": _BLOCK, "SEPARATES": -1, "IDLE_ROWS": True}
+    constants = {"SUFFIX": 8, "BLOCK": _BLOCK, "SEPARATES": -1, "IDLE_ROWS": True}
     types = dict.fromkeys(("table", "size", "suffix", "place", "matched"), "*i64")
     return {"match": build(match_kernel, constants, warps=_WARPS, **types)}
 

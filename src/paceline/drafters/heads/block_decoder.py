@@ -195,6 +195,8 @@ class BlockAttend:
         everyone = torch.ones((*positions.shape, positions.shape[1]), dtype=torch.bool, device=positions.device)
         kinds = [head.spec.is_causal(attention.window) for attention in head.config.decoder.attentions]
         plans = {causal: backend.plan(positions, longest, None if causal else everyone) for causal in set(kinds)}
+        for causal, plan in plans.items():
+            plan.looks_ahead = not causal
         attends = {causal: CachedAttend(cache, backend, plan, rows) for causal, plan in plans.items()}
         self._of_layers = [attends[causal] for causal in kinds]
 

@@ -104,9 +104,6 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> Path:
     if spec is None:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    if not spec.plain_attention:
-        allowed = f"1 with {source}: recurrent layers, latent attention, gates and sinks are not split over ranks yet"
-        raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)
     return source
 

@@ -23,6 +23,7 @@ from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     Activation,
+    BlockConvWeights,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
@@ -49,7 +50,8 @@ _ACTIVATIONS: dict[Activation, abi.Activation] = {
     "relu2": abi.Activation.RELU2,
     "xielu": abi.Activation.XIELU,
 }
-GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
+# Of ``RecurrentMixer.gates`` in every model, because a state would carry their rounding on; and of the weights of taps.
+GATES_FORMAT: Format = "bf16"
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -226,6 +228,15 @@ class _Packer:
             parallel=layer.parallel,
             plain=layer.plain,
             shape=None if layer.xielu is None else self._vector(self._xielu(layer.xielu)),
+            convs=None if layer.convs is None else (abi.CBlockConv * 2)(*map(self._conv, layer.convs)),
+        )
+
+    def _conv(self, conv: BlockConvWeights) -> abi.CBlockConv:
+        return abi.CBlockConv(
+            project=self._linear(conv.project, GATES_FORMAT),
+            base=self._vector(self._padded(conv.base)),
+            taps=conv.base.shape[1],
+            group=conv.group,
         )
 
     def _first_of(self, layer: LayerWeights, to: Format) -> abi.CLinear:
