@@ -177,9 +177,9 @@ def _moved_bytes(model: NativeModel, nodes: Nodes, cache: KVCache, positions: in
     read = model.expert_bytes_read()
     model.forward(nodes, cache)
     weights = model.weight_bytes() - _table_bytes(model) - model.expert_bytes() + model.expert_bytes_read() - read
-    width = sum(layer.heads * layer.dim for layer in kv_layers_of(model))
+    width = sum(layer.heads * sum(layer.stored) for layer in kv_layers_of(model))
     states = 0 if model.state_shape is None else 2 * model.state_shape.state_bytes
-    return weights + cache.rows * (2 * width * positions * model.dtype.itemsize + states)
+    return weights + cache.rows * (width * positions * model.dtype.itemsize + states)
 
 
 def _table_bytes(model: NativeModel) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -132,12 +133,18 @@ def qwen3_5_35b_a3b() -> Qwen3_5MoeTextConfig:
     )
 
 
+def glm_4_7_flash() -> Glm4MoeLiteConfig:
+    """Latent attention, and 64 experts of which a token uses four, behind one dense layer."""
+    return Glm4MoeLiteConfig(max_position_embeddings=POSITIONS, eos_token_id=None)
+
+
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     **{shape: functools.partial(qwen3_5, shape) for shape in _QWEN3_5},
     "gemma4-e2b": gemma4_e2b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "gpt-oss-20b": gpt_oss_20b,
     "qwen3.5-35b-a3b": qwen3_5_35b_a3b,
+    "glm-4.7-flash": glm_4_7_flash,
 }
 
 
@@ -185,8 +192,9 @@ def write(directory: Path, shape: str, layers: int | None = None) -> None:
     config = SHAPES[shape]()
     if layers is not None:
         config.num_hidden_layers = layers
-        if (kinds := getattr(config, "layer_types", None)) is not None:
-            config.layer_types = kinds[:layers]
+        for field in ("layer_types", "mlp_layer_types"):
+            if (kinds := getattr(config, field, None)) is not None:
+                setattr(config, field, kinds[:layers])
     write_model(directory, config)
     if isinstance(config, Qwen3_5TextConfig | Qwen3_5MoeTextConfig):
         file = directory / "model.safetensors"
