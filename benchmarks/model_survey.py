@@ -59,7 +59,7 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("patch_size",), 8),
     "sliding_window": 8,
 }
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
 _SECTIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 }

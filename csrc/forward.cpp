@@ -321,10 +321,10 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // The weight of the shared MLP's output: 1, or the sigmoid of its gate's score. It is computed in double, so that it
-  // does not depend on a library's rounding of floats.
+  // The weight of the shared MLP's output: a constant, or the sigmoid of its gate's score. It is computed in double, so
+  // that it does not depend on a library's rounding of floats.
   static float shared_weight(const Experts& experts, const ExpertsStep& step, int token) {
-    if (experts.router.outputs == experts.count) return 1.0f;
+    if (experts.router.outputs == experts.count) return experts.shared_scale;
     return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 

@@ -36,7 +36,9 @@ struct Experts {
   int32_t count, used;           // experts, and experts of a token
   // How a token's experts follow from the scores: Routing of src/paceline/kernels/experts.py.
   int32_t normalised, sigmoid, groups, used_groups;
+  float margin;
   const float* correction;       // [count], added to the probabilities for the choice alone, or null
+  float shared_scale;            // of the output of the layer's MLP
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.config import AttentionName
 from paceline.kernels.attention import AttentionBackend, Plan, make_backend
+from paceline.kernels.attention.base import SoftmaxTerms
 from paceline.kernels.gpu.graphs import Graphs
 from paceline.tools.bench.plots import new_figure, save
 
@@ -90,7 +91,15 @@ class TorchSDPA:
         return plan
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, *, scale: float | None, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        window: int | None,
+        terms: SoftmaxTerms | None = None,
     ) -> Tensor:
         keys, values = k_cache[:, :, : plan.longest], v_cache[:, :, : plan.longest]
         gqa = q.shape[1] != keys.shape[1]

@@ -420,6 +420,7 @@ class _ReferenceLayer:
         scores = functional.linear(normed if norms is None else norm(x, norms.router, epsilon), experts.router.float())
         if experts.shared_gate:
             dense = dense * scores[:, -1:].sigmoid()
+        dense = dense * experts.shared_scale
         read = normed if norms is None else norm(x, norms.before, epsilon)
         mixed = self._mixed(read, scores[:, : len(experts.down)], experts)
         if norms is None:

@@ -145,6 +145,18 @@ def test_sampled_text_is_that_of_the_row_alone(folder: Folder) -> None:
     llm.close()
 
 
+def test_heads_whose_neighbours_turn_together_are_changed_in_their_order(tmp_path: Path) -> None:
+    theirs, tokens = tiny(*NATIVE["ernie4_5"]), random_tokens(1, 12)
+    merged, ours = write_adapter(tmp_path / "red", theirs, seed=1), load_model(theirs, dtype=torch.float32)
+    attach(ours, {"red": tmp_path / "red"}, describe_source(theirs))
+    assert isinstance(ours, Transformer)
+    assert ours.adapters is not None
+    ours.adapters.use([1])
+    with torch.no_grad():
+        wanted = merged(tokens).logits
+    assert (Runner(ours, 1)(tokens, torch.arange(12)[None]) - wanted).abs().max() < 1e-3
+
+
 def test_an_unknown_adapter_is_refused(folder: Folder) -> None:
     path, _ = folder
     llm = load(path, drafter=None, num_speculative_tokens=0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFValueType, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFValueType, RopeScalingType
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -17,7 +17,8 @@ from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, packed, random
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec
+from paceline.models.description.weights import XIELU
 from paceline.models.families import FAMILIES, describe
 from paceline.models.families.rotary import longest_sequence
 from paceline.models.load.loading import load_model
@@ -94,7 +95,7 @@ def test_unsupported_architectures_run_through_transformers(kind: str, changes: 
 
 
 def test_another_family_runs_through_transformers() -> None:
-    assert describe({"model_type": "gpt_neox"}) is None
+    assert describe({"model_type": "jetmoe"}) is None
 
 
 @pytest.mark.parametrize("fields", [{}, {"model_type": "no such thing"}, {"model_type": "llama", "hidden_size": "x"}])
@@ -145,29 +146,52 @@ def _native_logits(model: NativeModel, length: int, at_once: int = 100) -> Tenso
     return model.logits(torch.cat(parts))
 
 
+# llama.cpp's keys, and the names of the fields in configurations
+_KEYS = {
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+
+
 def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Path:
     """Write a GGUF file by the family's two tables of names. more: metadata that are added or replaced."""
     config, family = theirs.config, FAMILIES[theirs.config.model_type]
     form = family.gguf
+    described = describe(config)
     assert form is not None
+    assert described is not None
     writer = begun(path, form.architectures[0], config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1.0) ** (dim / (dim - 2)))
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if hasattr(config, "num_experts"):
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-    for key, field in (
-        ("attention.scale", "attention_multiplier"), ("embedding_scale", "embedding_multiplier"),
-        ("residual_scale", "residual_multiplier"), ("logit_scale", "logits_scaling"),
-    ):  # fmt: skip
-        if hasattr(config, field):
-            writer.add_float32(f"{form.architectures[0]}.{key}", getattr(config, field))
+    mixture = next((layer.mlp for layer in described.layers if isinstance(layer.mlp, ExpertsSpec)), None)
+    if mixture is not None:
+        writer.add_expert_count(mixture.count)
+        writer.add_expert_used_count(mixture.used)
+        writer.add_expert_feed_forward_length(mixture.expert.width)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID if mixture.sigmoid else ExpertGatingFuncType.SOFTMAX)
+    for key, fields in _KEYS.items():
+        for field in fields:
+            if (value := getattr(config, field, None)) is not None:
+                writer.add_key_value(f"{form.architectures[0]}.{key}", value, GGUFValueType.get_type(value))
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -188,14 +212,24 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, value, GGUFValueType.get_type(value))
     theirs_of = {ours: name for name, ours in form.names.parts.items()}
+    for name in XIELU:
+        numbers = [float(tensor) for own, tensor in theirs.state_dict().items() if own.endswith(f"act_fn.{name}")]
+        if numbers:
+            writer.add_array(f"xielu.{name}", numbers)
     for name, tensor in theirs.state_dict().items():
         ours = family.safetensors.ours(name)
         assert ours is not None
+        if ours.split(".")[-2] in XIELU:
+            continue
         stem, suffix = ours.rsplit(".", 1)
         parts = stem.split(".")
         index = parts[1] if parts[0] == "layers" else ""
         part = parts[-1]
-        stored = tensor + 1 if part in family.safetensors.plus_one else tensor
+        stored = tensor + 1 if part in family.safetensors.plus_one and suffix == "weight" else tensor
+        if part in family.safetensors.by_head:
+            stored = stored.unflatten(0, (-1, 3, dim)).transpose(0, 1).flatten(0, 2)
+        stored = stored.mT if part in family.safetensors.transposed and stored.dim() == 2 else stored
+        stored = stored[0] if len(stored) == 1 else stored  # llama.cpp has vectors of such matrices
         if form.paired and part in ("q", "k"):
             heads = config.num_attention_heads if part == "q" else config.num_key_value_heads
             stored = stored.view(heads, 2, -1, *stored.shape[1:]).transpose(1, 2).reshape(stored.shape)
@@ -203,8 +237,9 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         if part == "experts_gate_up":
             halves = dict(zip(("experts_gate", "experts_up"), stored.chunk(2, 1), strict=True))
         for half, values in halves.items():
-            place = theirs_of[f"layers.{{}}.{half}" if index else half].format(index)
-            writer.add_tensor(f"{place}.{suffix}", values.contiguous().numpy())
+            stem = f"layers.{{}}.{half}" if index else half
+            whole = theirs_of.get(f"{stem}.{suffix}") or f"{theirs_of[stem]}.{suffix}"
+            writer.add_tensor(whole.format(index), values.contiguous().numpy())
     finish(writer)
     return path
 

@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 72, "head_dim": 16, "num_hidden_
 # Tokens that use every expert: with fewer, rounding may choose others, so of such models only the bits are compared.
 ALL_SIZES = SIZES | {"every expert": SIZES["experts"] | {"top_k_experts": SIZES["experts"]["num_experts"]}}
 FAMILIES = [
-    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3"),
+    *("llama with biases", "qwen3", "gemma3", "olmo2", "phi3", "ernie4_5"),
     *("gemma4", "gemma4 with keys as values", "gemma4 with every expert"),
 ]
 LENGTH = 20

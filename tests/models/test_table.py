@@ -50,7 +50,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, log
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
-LAYERS = {"gemma3_text": 6, "smollm3": 4, "exaone4": 4}  # whose kinds GGUF files do not tell: those of the family
+LAYERS = {
+    "gemma3_text": 6,
+    "smollm3": 4,
+    "exaone4": 4,
+    "cohere2": 4,
+    "exaone_moe": 4,
+    "afmoe": 4,
+}  # whose kinds GGUF files do not tell: those of the family
 UNTOLD = ("layer_types", "no_rope_layer_interval")
 
 
@@ -70,6 +77,28 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             *("qwen3_moe", "granitemoe"),
         )
     },
+    **{
+        name: functools.partial(of_table, name, **HEADS, hidden_size=64)
+        for name in (
+            *("mixtral", "ministral", "cwm", "exaone", "gemma", "vaultgemma", "glm", "glm4", "helium", "seed_oss"),
+            *("sarvam_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "afmoe", "glm4_moe"),
+            *("cohere", "cohere2", "hunyuan_v1_dense", "hunyuan_v1_moe", "ernie4_5", "ernie4_5_moe", "mellum"),
+            *(
+                "qwen2_moe",
+                "qwen3_moe with dense layers",
+                "flex_olmo",
+                "granite_swa",
+                "granitemoe_swa",
+                "starcoder2",
+                "phi",
+                "arcee",
+                "apertus",
+            ),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat", "gpt_neox", "hyperclovax"),
+            *("aria_text", "cohere2_moe", "phimoe"),
+        )
+    },
+    "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
     "olmo3": functools.partial(of_table, "olmo3", **HEADS),
     "olmoe": functools.partial(of_table, "olmoe", **HEADS, hidden_size=64),  # as wide as its heads together
     "phi3 with a partial rotation": functools.partial(of_table, "phi3 with a partial rotation", **HEADS),
@@ -87,10 +116,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bamba": tiny_bamba,
     "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
-    "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
+    **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
-# factors that test_gguf.py writes; a window, refused in GGUF files; limits of steps and MLPs among experts
-UNWRITTEN = {"llama with llama3 rope", "phi3", "nemotron_h"}
+# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell, or limits of steps
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers", "nemotron_h"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),

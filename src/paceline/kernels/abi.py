@@ -150,7 +150,8 @@ class CExperts(Structure):
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
-        ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("margin", c_float), ("correction", c_void_p), ("shared_scale", c_float), ("factors", c_void_p),
+        ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -415,4 +416,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "a5beaa001b5648a1"
+INTERFACE = "c131203581401ba6"

@@ -116,7 +116,7 @@ class ExpertsWeights:
     gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
     routing: how the experts and the weights of their outputs follow from the scores.
     router_bias: added to the scores. correction: [experts], float32, added to the probabilities for the choice alone.
-    factors: [experts], of the experts' outputs; None: 1.
+    factors: [experts], of the experts' outputs; None: 1. shared_scale: factor of the MLP's output, without a gate.
     norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
     """
 
@@ -127,6 +127,7 @@ class ExpertsWeights:
     router_bias: Tensor | None = None
     correction: Tensor | None = None
     factors: Tensor | None = None
+    shared_scale: float = 1.0
     norms: ExpertsNorms | None = None
 
     @property

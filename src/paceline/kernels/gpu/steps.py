@@ -22,7 +22,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
+    return torch.square(functional.relu(x))
 
 
 def xielu(x: Tensor, shape: Tensor) -> Tensor:
@@ -33,7 +33,8 @@ def xielu(x: Tensor, shape: Tensor) -> Tensor:
     p, n, beta, eps = shape.float()
     alpha_p, alpha_n, wide = functional.softplus(p), beta + functional.softplus(n), x.float()
     low = (wide.minimum(eps).expm1() - wide) * alpha_n
-    return (torch.where(wide > 0, alpha_p * wide * wide, low) + beta * wide).to(x.dtype)
+    curved: Tensor = torch.where(wide > 0, alpha_p * wide * wide, low)
+    return (curved + beta * wide).to(x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

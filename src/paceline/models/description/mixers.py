@@ -36,7 +36,7 @@ def in_order(qkv: LinearWeights, spec: MixerSpec) -> LinearWeights:
     """
     if not isinstance(spec, AttentionSpec):
         return qkv
-    ordered = qkv.reordered(lambda rows: _gates_last(rows, spec)) if spec.gated else qkv
+    ordered = qkv.reordered(lambda rows: _gates_last(rows, spec)) if spec.gated and not spec.gates_apart else qkv
     return ordered.reordered(lambda rows: pairs_apart(rows, spec)) if spec.interleaved else ordered
 
 

@@ -50,10 +50,11 @@ class AttentionSpec:
     interleaved: whether neighbouring elements of a head turn together, (2 i, 2 i + 1), as the weights are stored;
         backends rotate (i, n + i), see ``mixers.in_order``.
     qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads together ("all"); its epsilon is
-        qk_norm_eps. It stands before the rotation, or behind it (norm_after).
+        qk_norm_eps. It stands before the rotation, or behind it (norm_after). qk_affine: whether it has weights.
     cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
+    gates_apart: whether the gates have a matrix of their own.
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
@@ -70,10 +71,12 @@ class AttentionSpec:
     qk_norm: Literal["head", "all"] | None = None
     qk_norm_eps: float = 1e-6
     norm_after: bool = False
+    qk_affine: bool = True
     interleaved: bool = False
     cap: float | None = None
     sinks: bool = False
     gated: bool = False
+    gates_apart: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
@@ -131,10 +134,11 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised, sigmoid, groups, used_groups: see ``Routing``.
+    normalised, sigmoid, groups, used_groups, margin: see ``Routing``.
     router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
     output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
+    shared_scale: another factor of it.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
         and the outputs of the experts and of the MLP have a norm each before they are added.
@@ -147,11 +151,13 @@ class ExpertsSpec:
     sigmoid: bool = False
     groups: int = 1
     used_groups: int = 1
+    margin: float = 0.0
     router_bias: bool = False
     correction: bool = False
     output_scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     scores_scale: float = 1.0
     scaled: bool = False
     own_norms: bool = False
@@ -161,12 +167,13 @@ class ExpertsSpec:
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
         groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
         check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        assert self.shared_scale == 1.0 or not self.shared_gate, "one factor of the MLP's output"
         check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
 
     @property
     def routing(self) -> Routing:
         """How a token's experts follow from the scores."""
-        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups)
+        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups, self.margin)
 
 
 @dataclass(frozen=True)

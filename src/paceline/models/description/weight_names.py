@@ -19,6 +19,16 @@ from dataclasses import dataclass
 
 # gguf_config itself reads those of GGUF files
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight")
+
+
+def ignoring(pattern: str) -> re.Pattern[str]:
+    """Return the names of tensors that are no weights of a decoder, and of those that match the pattern as a whole."""
+    return re.compile(f"{_FREQUENCIES.pattern}|{pattern}")
+
+
+OWN_HEAD = ignoring(r"mtp\..*")
+"""With the tensors of a draft head in the model's own files."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -32,6 +42,7 @@ class WeightNames:
     ignored: names of tensors that are no weights of the decoder.
     transposed: last parts of paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
     interleaved: last parts of paceline's names of matrices whose rows of the gate and of up alternate.
+    by_head: last parts of paceline's names of matrices in which each head's query, key and value follow each other.
     plus_one: last parts of paceline's names of norms whose stored weight is one less than the factor.
     """
 
@@ -41,6 +52,7 @@ class WeightNames:
     transposed: frozenset[str] = frozenset()
     plus_one: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    by_head: frozenset[str] = frozenset()
 
     def ours(self, name: str) -> str | None:
         """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""

@@ -141,17 +141,18 @@ def _stacked(target: str, parts: Mapping[str, int], stored: Collection[str], lay
 
 
 def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
-    queries = spec.query_width * (2 if spec.gated else 1)  # a head's gate lies behind its query
+    queries = spec.query_width * (2 if spec.gated and not spec.gates_apart else 1)  # a head's gate behind its query
     own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    gates = {"attn_gate": spec.query_width} if spec.gates_apart else {}
     for name, slot in _linear_slots(
-        "qkv", _stacked("qkv", {"q": queries, **own}, stored, layer), width, spec.bias, layer
+        "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
     ):
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
-    if spec.qk_norm is not None:
+    if spec.qk_norm is not None and spec.qk_affine:
         whole = spec.qk_norm == "all"
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
         if own:
@@ -391,7 +392,8 @@ class Placement:
     """A stored tensor and its destination.
 
     transposed: whether it is stored [in, out]. plus_one: whether one is added to the stored values.
-    interleaved: whether outputs of the gate and of up alternate. name: file and tensor, for messages.
+    alternating: number of parts whose outputs alternate, and of the outputs of one part in a row; None: they do not.
+    name: file and tensor, for messages.
     """
 
     slot: Slot
@@ -399,7 +401,7 @@ class Placement:
     name: str
     transposed: bool = False
     plus_one: bool = False
-    interleaved: bool = False
+    alternating: tuple[int, int] | None = None
 
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
@@ -410,13 +412,13 @@ class Placement:
             turned.copy_(self.slot.order(whole))
             return None
         turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
-        if not self.interleaved:
+        if self.alternating is None:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
         self.stored.unpack_into(stored)
-        outputs = -1 if self.slot.target.endswith(".bias") or self.transposed else -2
-        alternating = stored.unflatten(outputs, (-1, 2)).transpose(outputs - 1, outputs)  # type: ignore[no-untyped-call]
-        turned.copy_(alternating.flatten(outputs - 1, outputs))
+        outputs = stored.dim() - (1 if self.slot.target.endswith(".bias") or self.transposed else 2)
+        in_parts = stored.unflatten(outputs, (-1, *self.alternating))  # type: ignore[no-untyped-call]
+        turned.copy_(in_parts.transpose(outputs, outputs + 1).flatten(outputs, outputs + 2))
         return None
 
     def of_expert(self, expert: int) -> Placement | None:
@@ -444,7 +446,8 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     _refuse(spec, where, "has no use for", [name for name in unused if not _is_zero_bias(ours[name], stored[name])])
     _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
     from_where = {our: theirs[source] for our, source in sources.items()}
-    return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
+    dim = spec.attentions[0].head_dim if spec.attentions else 0
+    return [_place(free[our], names, stored[name], f"{where}: {name}", dim) for our, name in from_where.items()]
 
 
 def check_named_once(ours: Mapping[str, str], where: str) -> None:
@@ -503,14 +506,17 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
         )
 
 
-def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
+def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str, dim: int) -> Placement:
+    """dim: width of a head."""
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
     shape = slot.stored or slot.shape
     wanted = (*shape[:-2], *shape[:-3:-1]) if transposed else shape
     if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
-    return Placement(slot, stored, where, transposed, part in names.plus_one, part in names.interleaved)
+    plus_one = suffix == "weight" and part in names.plus_one
+    alternating = (2, 1) if part in names.interleaved else (3, dim) if part in names.by_head else None
+    return Placement(slot, stored, where, transposed, plus_one, alternating)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -538,7 +544,7 @@ def _dtype_of(placement: Placement, usual: torch.dtype) -> torch.dtype:
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    moved = placement.transposed or placement.interleaved or slot.order is not None
+    moved = placement.transposed or placement.alternating is not None or slot.order is not None
     changed = moved or placement.plus_one or slot.target_shape != tuple(stored.shape)
     if not isinstance(stored, LoadedTensor) or changed:
         return None

@@ -12,54 +12,120 @@ from paceline.errors import ModelFormatError
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.families import (
+    afmoe,
+    apertus,
+    arcee,
+    aria_text,
     bamba,
+    cohere,
+    cohere2,
+    cohere2_moe,
+    cwm,
+    dots1,
+    ernie4_5,
+    ernie4_5_moe,
+    exaone,
     exaone4,
+    exaone_moe,
+    flex_olmo,
+    gemma,
+    gemma2,
     gemma3,
     gemma4,
+    glm,
+    glm4,
+    glm4_moe,
     gpt2,
+    gpt_bigcode,
+    gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    granite_swa,
     granitemoe,
+    granitemoe_swa,
     granitemoehybrid,
+    helium,
+    hunyuan_v1_dense,
+    hunyuan_v1_moe,
+    hy_v3,
+    hyperclovax,
+    jais2,
     lfm2,
     lfm2_moe,
     llama,
+    mellum,
+    minimax_m2,
+    ministral,
     ministral3,
     mistral,
+    mixtral,
+    nanochat,
+    nemotron,
     nemotron_h,
+    olmo,
     olmo2,
     olmo3,
     olmoe,
     opt,
+    phi,
     phi3,
+    phimoe,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    sarvam_moe,
+    seed_oss,
     smollm3,
+    solar_open,
+    stablelm,
+    starcoder2,
+    vaultgemma,
 )
 from paceline.models.families.base import LLAMA_NAMES, Family
 from paceline.models.families.wrappers import WRAPPERS, in_wrapper
 
 _MODULES = (
-    *(llama, mistral, ministral3, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
-    *(olmo2, olmo3, smollm3, exaone4, opt, gpt2),
-    *(qwen3_moe, olmoe, granitemoe, gpt_oss, qwen3_5_moe, qwen3_next),
+    *(llama, mistral, ministral3, ministral, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
+    *(olmo2, olmo3, smollm3, exaone, exaone4, glm, glm4, gemma, gemma2, vaultgemma, seed_oss, hunyuan_v1_dense),
+    *(ernie4_5, cwm, helium, arcee, apertus, granite_swa, nanochat, hyperclovax),
+    *(opt, gpt2, gpt_bigcode, gpt_neox, gptj, cohere, cohere2, starcoder2, phi, stablelm, nemotron, jais2, olmo),
+    *(
+        mixtral,
+        qwen2_moe,
+        qwen3_moe,
+        mellum,
+        olmoe,
+        flex_olmo,
+        granitemoe,
+        granitemoe_swa,
+        gpt_oss,
+        qwen3_5_moe,
+        qwen3_next,
+    ),
+    *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
+    *(aria_text, cohere2_moe, phimoe),
     *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe),
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """By Hugging Face's model_type."""
 
-GGUF_FAMILIES: dict[str, Family] = {
-    architecture: family
+_FORMS = [
+    (architecture, family, family.gguf.mixture)
     for family in FAMILIES.values()
     if family.gguf is not None
     for architecture in family.gguf.architectures
-}
+]
+GGUF_FAMILIES: dict[str, Family] = {architecture: family for architecture, family, mixture in _FORMS if not mixture}
 """By the architecture that GGUF files name."""
+
+GGUF_MIXTURES: dict[str, Family] = {architecture: family for architecture, family, mixture in _FORMS if mixture}
+"""Those of files with experts, where they differ."""
 
 _BY_TEXT = {kind: family for family in FAMILIES.values() for kind in (family.model_type, *family.other_types)}
 

@@ -33,6 +33,8 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+PLAIN_ACTIVATION_NAMES = {**ACTIVATION_NAMES, "relu2": "relu2", "xielu": "xielu"}
+"""Those that may stand without a gate."""
 
 
 def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,6 +43,10 @@ def _no_fields(_: Mapping[str, Any], __: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_they_are(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping[str, StoredTensor]:
     return tensors
+
+
+def _no_constants(_: Mapping[str, Any], __: DecoderSpec) -> Mapping[str, StoredTensor]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class GGUFForm:
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
     head: names of the weights of the draft head, one more block behind the layers; None: files have none.
+    constants: all metadata and the description -> weights that the metadata hold, by the file's names.
+    mixture: whether files of these architectures are of this family only if they have experts.
     strips: whether control tokens of its SentencePiece vocabularies remove white space behind them, which files do not
         tell.
     """
@@ -79,6 +87,8 @@ class GGUFForm:
     paired: bool = False
     adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
     head: WeightNames | None = None
+    constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
+    mixture: bool = False
     strips: bool = False
 
 
@@ -86,7 +96,7 @@ class GGUFForm:
 class Family:
     """One family. model_type: Hugging Face's name of its configuration.
 
-    other_types: model_type of configurations of this family inside of multimodal ones, where it differs.
+    other_types: model_type of other configurations of this family, such as those inside of multimodal ones.
     describe: configuration -> description; None if only transformers' own code can run that model.
     gguf: None if GGUF files of this family are not read.
     head: names of the weights of a draft head that checkpoints may have (``drafters.heads.mtp``); None: none has one.
@@ -171,6 +181,24 @@ _GGUF_MTP = {
     "blk.{}.nextn.hnorm": "mtp.hidden_norm",
     "blk.{}.nextn.shared_head_norm": "norm",
 }
+W_EXPERTS: Mapping[str, str] = {
+    "layers.{}.block_sparse_moe.gate": "layers.{}.router",
+    "layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.expert.{}.gate",
+    "layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.expert.{}.up",
+    "layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.expert.{}.down",
+}
+"""Mixtral's names of experts in files."""
+
+
+def mlp_beside(module: str) -> dict[str, str]:
+    """Return the names of the MLP that every token runs through beside experts."""
+    return {f"layers.{{}}.mlp.{module}.{part}_proj": f"layers.{{}}.{part}" for part in ("gate", "up", "down")}
+
+
+GGUF_MLP_BESIDE: Mapping[str, str] = {
+    f"blk.{{}}.ffn_{part}_shexp": f"layers.{{}}.{part}" for part in ("gate", "up", "down")
+}
+GGUF_CORRECTION: Mapping[str, str] = {"blk.{}.exp_probs_b.bias": "layers.{}.router_correction.weight"}
 
 NORMS_AFTER: Mapping[str, str] = {
     "layers.{}.post_attention_layernorm": "layers.{}.attn_out_norm",
@@ -218,11 +246,17 @@ def biases_of(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def llama_like(
-    config: PretrainedConfig, norms: NormPlaces = "before", rotated: Sequence[bool] | None = None, **attention: Any
+    config: PretrainedConfig,
+    norms: NormPlaces = "before",
+    rotated: Sequence[bool] | None = None,
+    *,
+    norm: NormSpec | None = None,
+    mlp: MLPSpec | None = None,
+    **attention: Any,
 ) -> DecoderSpec | None:
-    """Describe a decoder with RMS norms, one kind of rotary positions, a gated MLP, and no experts.
+    """Describe a decoder with one kind of rotary positions and no experts.
 
-    rotated: whether each layer has rotary positions; None: all have.
+    rotated: whether each layer has rotary positions; None: all have. norm, mlp: None: an RMS norm, and a gated MLP.
     attention: fields of every layer's ``AttentionSpec`` besides heads, rotary positions and window.
     """
     rotary, windows = rotary_of(config), windows_of(config)
@@ -233,36 +267,95 @@ def llama_like(
         attention_of(config, rotary=of_layer, window=window, **attention)
         for of_layer, window in zip(rotaries, windows, strict=True)
     ]
+    return dense_decoder_of(config, attentions, norms, norm, mlp)
+
+
+def plain_like(config: PretrainedConfig, **options: Any) -> DecoderSpec | None:
+    """Describe a decoder like ``llama_like``'s, with its options, whose MLPs have no gate."""
+    mlp = plain_mlp(config, config.hidden_act, bias=bool(getattr(config, "mlp_bias", False)))
+    return None if mlp is None else llama_like(config, mlp=mlp, **options)
+
+
+def by_kind_of_layer(config: PretrainedConfig, norms: NormPlaces = "before", **attention: Any) -> DecoderSpec | None:
+    """Describe a decoder like ``llama_like``'s, whose rotary positions differ by ``layer_types``."""
+    windows = windows_of(config)
+    if windows is None:
+        return None
+    rotaries = [rotary_of(config, kind) for kind in config.layer_types]
+    if None in rotaries:
+        return None
+    attentions = [
+        attention_of(config, rotary=rotary, window=window, **attention)
+        for rotary, window in zip(rotaries, windows, strict=True)
+    ]
     return dense_decoder_of(config, attentions, norms)
 
 
 def attention_of(config: PretrainedConfig, **fields: Any) -> AttentionSpec:
     """Describe the attention of a layer. fields: of ``AttentionSpec``, besides heads and epsilon."""
-    heads = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-    return AttentionSpec(*heads, qk_norm_eps=config.rms_norm_eps, **fields)
+    heads = config.num_attention_heads
+    sizes = heads, getattr(config, "num_key_value_heads", None) or heads, head_dim(config)
+    return AttentionSpec(*sizes, qk_norm_eps=getattr(config, "rms_norm_eps", 1e-6), **fields)
 
 
-def with_experts(spec: DecoderSpec, count: int, used: int, width: int, **routing: Any) -> DecoderSpec:
-    """Return the decoder with a mixture of experts in place of every MLP.
+def with_experts(
+    spec: DecoderSpec,
+    sizes: tuple[int, int, int],
+    beside: int = 0,
+    sparse: Sequence[bool] | None = None,
+    **routing: Any,
+) -> DecoderSpec:
+    """Return the decoder with a mixture of experts in place of MLPs.
 
-    width: inner width of an expert. routing: other fields of ``ExpertsSpec``.
+    sizes: experts, experts of a token, their inner width. beside: inner width of the MLP that every token runs
+    through, too; 0: none. sparse: the layers with experts; None: all. routing: other fields of ``ExpertsSpec``.
     """
-    layers = (
-        replace(layer, mlp=ExpertsSpec(count, used, replace(layer.dense, width=width), **routing))
-        for layer in spec.layers
+    count, used, width = sizes
+
+    def mixture(layer: LayerSpec) -> LayerSpec:
+        shared = replace(layer.dense, width=beside) if beside else None
+        return replace(layer, mlp=ExpertsSpec(count, used, replace(layer.dense, width=width), shared=shared, **routing))
+
+    chosen = zip(spec.layers, sparse or [True] * len(spec.layers), strict=True)
+    return replace(spec, layers=tuple(mixture(layer) if has else layer for layer, has in chosen))
+
+
+def _gated_mlp(config: PretrainedConfig) -> MLPSpec | None:
+    activation = ACTIVATION_NAMES.get(config.hidden_act)
+    width = (
+        getattr(config, "intermediate_size", None) or config.moe_intermediate_size
+    )  # none has an MLP without experts
+    return None if activation is None else MLPSpec(width, activation, bias=bool(getattr(config, "mlp_bias", False)))
+
+
+def plain_mlp(config: PretrainedConfig, activation: str, *, bias: bool) -> MLPSpec | None:
+    """Describe an MLP without a gate. activation: Hugging Face's name; None if it is unknown."""
+    known = PLAIN_ACTIVATION_NAMES.get(activation)
+    return None if known is None else MLPSpec(config.intermediate_size, known, gated=False, bias=bias)
+
+
+def with_one_norm(spec: DecoderSpec | None) -> DecoderSpec | None:
+    """Return the decoder with MLPs beside attention, both behind the same norm."""
+    return spec and replace(
+        spec, layers=tuple(replace(layer, norms="parallel", one_norm=True) for layer in spec.layers)
     )
-    return replace(spec, layers=tuple(layers))
 
 
 def dense_decoder_of(
-    config: PretrainedConfig, attentions: Sequence[AttentionSpec], norms: NormPlaces = "before"
+    config: PretrainedConfig,
+    attentions: Sequence[AttentionSpec],
+    norms: NormPlaces = "before",
+    norm: NormSpec | None = None,
+    mlp: MLPSpec | None = None,
 ) -> DecoderSpec | None:
-    """Describe a decoder with RMS norms and a gated MLP in every layer; None if its activation is unknown."""
-    activation = ACTIVATION_NAMES.get(config.hidden_act)
-    if activation is None:
+    """Describe a decoder with an MLP in every layer; None if its activation is unknown.
+
+    norm, mlp: None: an RMS norm, and a gated MLP.
+    """
+    mlp = mlp or _gated_mlp(config)
+    if mlp is None:
         return None
-    mlp = MLPSpec(config.intermediate_size, activation, bias=bool(getattr(config, "mlp_bias", False)))
-    return decoder_of(config, (LayerSpec(attention, mlp, norms) for attention in attentions))
+    return decoder_of(config, (LayerSpec(attention, mlp, norms) for attention in attentions), norm=norm)
 
 
 def decoder_of(config: PretrainedConfig, layers: Iterable[LayerSpec], **fields: Any) -> DecoderSpec:

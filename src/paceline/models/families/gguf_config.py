@@ -14,7 +14,7 @@ from paceline.errors import ModelFormatError
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
-from paceline.models.families import FAMILIES, GGUF_FAMILIES
+from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES
 from paceline.models.families.base import Family, GGUFForm
 from paceline.models.files.boundary import brief
 from paceline.models.files.gguf import GGUFFile, TextArray
@@ -30,6 +30,7 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
 }
 _NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
 _WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of experts may have the second alone
@@ -111,7 +112,9 @@ def check(file: GGUFFile) -> None:
 
 def _family(file: GGUFFile) -> Family:
     name = file.metadata.get("general.architecture")
-    family = GGUF_FAMILIES.get(name) if isinstance(name, str) else None
+    has_experts = bool(file.metadata.get(f"{name}.expert_count"))
+    by_name = {**GGUF_FAMILIES, **GGUF_MIXTURES} if has_experts else GGUF_FAMILIES
+    family = by_name.get(name) if isinstance(name, str) else None
     if family is None:
         raise ModelFormatError(
             f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(GGUF_FAMILIES)}. "
@@ -238,7 +241,7 @@ def _scales_windows(spec: DecoderSpec) -> bool:
 
 
 def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> LayerSpec:
-    """Return the layer with the rotary scaling and the biases that the file has."""
+    """Return the layer with the rotary scaling, the biases and the norms of queries and keys that the file has."""
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
@@ -253,6 +256,7 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> 
         rotary=rotary,
         bias=any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=layer.attention.qk_norm if any(".attn_q_norm." in name for name in file.tensors) else None,
     )
     return dataclasses.replace(layer, mixer=attention, mlp=mlp)
 
@@ -298,7 +302,8 @@ def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
     """
     attention = spec.attentions[0]
     heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if form(file).paired else {}
-    return form(file).adapt({name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}, spec)
+    stored = {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
+    return {**form(file).adapt(stored, spec), **form(file).constants(file.metadata, spec)}
 
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:

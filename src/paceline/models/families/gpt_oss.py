@@ -36,7 +36,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     expert = MLPSpec(config.intermediate_size, "clamped_silu", bias=True)
     layers = tuple(replace(layer, mlp=expert) for layer in spec.layers)
     sizes = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
-    return with_experts(replace(spec, layers=layers), *sizes, normalised=True, router_bias=True)
+    return with_experts(replace(spec, layers=layers), sizes, normalised=True, router_bias=True)
 
 
 _NAMES = {

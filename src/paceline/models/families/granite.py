@@ -38,7 +38,8 @@ def multipliers_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: metadata[theirs] for theirs, ours in MULTIPLIERS.items() if theirs in metadata}
 
 
-def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+def fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the multipliers from GGUF metadata."""
     if metadata.get("rope.scaling.finetuned") is False:  # llama.cpp's way to say that nothing is rotated
         raise ModelFormatError("rope.scaling.finetuned=false: a Granite without rotary positions")
     return multipliers_of(metadata)
@@ -48,6 +49,6 @@ FAMILY = Family(
     "granite",
     describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
-    GGUFForm(("granite",), WeightNames(LLAMA_GGUF_NAMES), fields=_fields, reads=frozenset(MULTIPLIERS), paired=True),
+    GGUFForm(("granite",), WeightNames(LLAMA_GGUF_NAMES), fields=fields, reads=frozenset(MULTIPLIERS), paired=True),
     other_types=("granite4_vision_text",),
 )

@@ -18,4 +18,5 @@ FAMILY = Family(
     _describe,
     WeightNames(LLAMA_NAMES, prefixes=("model.",)),
     GGUFForm(("llama",), WeightNames(LLAMA_GGUF_NAMES), paired=True),
+    other_types=("iquestcoder", "internlm3"),
 )

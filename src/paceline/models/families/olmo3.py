@@ -6,22 +6,11 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families.base import LLAMA_NAMES, NORMS_AFTER, Family, attention_of, dense_decoder_of, windows_of
-from paceline.models.families.rotary import rotary_of
+from paceline.models.families.base import LLAMA_NAMES, NORMS_AFTER, Family, biases_of, by_kind_of_layer
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    windows, biased = windows_of(config), bool(config.attention_bias)
-    if windows is None:
-        return None
-    rotaries = [rotary_of(config, kind) for kind in config.layer_types]
-    if None in rotaries:
-        return None
-    attentions = [
-        attention_of(config, rotary=rotary, window=window, qk_norm="all", bias=biased, output_bias=biased)
-        for rotary, window in zip(rotaries, windows, strict=True)
-    ]
-    return dense_decoder_of(config, attentions, "after")
+    return by_kind_of_layer(config, "after", qk_norm="all", **biases_of(config))
 
 
 FAMILY = Family("olmo3", _describe, WeightNames({**LLAMA_NAMES, **NORMS_AFTER}, prefixes=("model.",)))

@@ -25,7 +25,7 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     if spec is None or config.clip_qkv is not None:
         return None
     sizes = config.num_experts, config.num_experts_per_tok, config.intermediate_size
-    return with_experts(spec, *sizes, normalised=bool(config.norm_topk_prob))
+    return with_experts(spec, sizes, normalised=bool(config.norm_topk_prob))
 
 
 FAMILY = Family(

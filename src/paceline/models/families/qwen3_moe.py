@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer (30B-A3B, 235B-A22B)."""
+"""Qwen3 with experts (30B-A3B, 235B-A22B)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from paceline.models.families.base import (
     llama_like,
     with_experts,
 )
+from paceline.models.families.qwen2_moe import sparse_layers
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     spec = llama_like(config, qk_norm="head", **biases_of(config))
-    if spec is None or config.mlp_only_layers or getattr(config, "decoder_sparse_step", 1) != 1:
-        return None
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
-    return with_experts(spec, *sizes, normalised=bool(getattr(config, "norm_topk_prob", True)))  # Qwen3-VL always does
+    normalised = bool(getattr(config, "norm_topk_prob", True))  # Qwen3-VL always does
+    return spec and with_experts(spec, sizes, sparse=sparse_layers(config), normalised=normalised)
 
 
 def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.models.description.spec import Rotary, check
+from paceline.models.description.spec import AttentionSpec, Rotary, check
 
 
 def longest_sequence(config: PretrainedConfig) -> int:
@@ -54,10 +56,24 @@ def rotary_of(config: PretrainedConfig, layers: str | None = None) -> Rotary | N
     return Rotary(tuple(frequencies.tolist()), float(scaling)) if 2 * len(frequencies) <= head_dim(config) else None
 
 
+def with_rope(config: PretrainedConfig, **rope: Any) -> PretrainedConfig:
+    """Return a copy of the configuration with other rotary positions."""
+    changed = copy.copy(config)
+    changed.rope_parameters = rope
+    return changed
+
+
 def plain_rotary(base: float, rotated: int) -> Rotary:
     """Return rotary positions without scaling of the first ``rotated`` elements of a head."""
     frequencies = 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float) / rotated))
     return Rotary(tuple(frequencies.tolist()))
+
+
+def backwards(attention: AttentionSpec) -> AttentionSpec:
+    """Return the attention with heads that turn the other way."""
+    assert attention.rotary is not None, "they turn"
+    frequencies = tuple(-frequency for frequency in attention.rotary.inverse_frequencies)
+    return replace(attention, rotary=replace(attention.rotary, inverse_frequencies=frequencies))
 
 
 def without_positions(rotary: Rotary) -> Rotary:

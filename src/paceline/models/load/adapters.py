@@ -158,8 +158,9 @@ def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str,
             matrices = [_read(tensor, where).to(model.device) for tensor in (down, up)]
             for slot in places:
                 mixer = spec.layers[int(slot.target.split(".")[1])].mixer
-                is_first = slot.target.endswith(".qkv.weight") and isinstance(mixer, AttentionSpec)
-                outputs = pairs_apart(matrices[1], mixer, slot.first) if is_first else matrices[1]
+                outputs = matrices[1]
+                if slot.target.endswith(".qkv.weight") and isinstance(mixer, AttentionSpec):
+                    outputs = pairs_apart(outputs, mixer, slot.first)
                 change = LowRank(slot.first, slot.total, matrices[0], outputs * scale)
                 yield slot.target.removesuffix(".weight"), change
 

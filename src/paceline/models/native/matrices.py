@@ -96,7 +96,7 @@ class StoredMatrix:
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     stored = part.stored
     if isinstance(stored, CodedTensor):
-        codes = None if part.transposed or part.interleaved else stored.codes(to)
+        codes = None if part.transposed or part.alternating else stored.codes(to)
         if isinstance(codes, pack.Int8Weight):
             check_finite(codes.scales, part.name)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1

@@ -250,6 +250,8 @@ class _Packer:
             sigmoid=routing.sigmoid,
             groups=routing.groups,
             used_groups=routing.used_groups,
+            margin=routing.margin,
+            shared_scale=experts.shared_scale,
             correction=None if experts.correction is None else self._vector(experts.correction),
             factors=None if experts.factors is None else self._vector(experts.factors),
             norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),

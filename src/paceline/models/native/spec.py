@@ -188,6 +188,7 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
         gate_up=source.experts(f"{name}experts_{'gate_up' if spec.expert.gated else 'up'}"),
         down=source.experts(f"{name}experts_down"),
         routing=spec.routing,
+        shared_scale=spec.shared_scale,
         correction=source.weights.get(f"{name}router_correction.weight"),
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
         factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
@@ -213,6 +214,8 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
     one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
     attention = mixer if isinstance(mixer, AttentionSpec) else None
     reads = None if attention is None else attention.reads_layer
+    has_ones = attention is not None and attention.qk_norm is not None and not attention.qk_affine
+    ones = torch.ones(attention.head_dim) if attention is not None and has_ones else None
     return LayerWeights(
         qkv=None if mixer is None else in_order(linear(f"{name}qkv"), mixer),
         attention_out=None if mixer is None else linear(f"{name}o"),
@@ -222,8 +225,8 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         post_norm=source.layer_norm(layer, index, "attn_norm" if mixer is None else "mlp_norm"),
         attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
         mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
-        q_norm=weights.get(f"{name}q_norm.weight"),
-        k_norm=weights.get(f"{name}k_norm.weight"),
+        q_norm=weights.get(f"{name}q_norm.weight", ones),
+        k_norm=weights.get(f"{name}k_norm.weight", ones),
         window=None if attention is None else attention.window,
         rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,

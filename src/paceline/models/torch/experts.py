@@ -77,7 +77,8 @@ class Experts:
         return steps.gate(x, activation) if self.spec.expert.gated else ACTIVATIONS[activation](x)
 
     def _shared(self, x: Tensor, out: Tensor) -> Tensor:
-        return out * self.shared_gate(x).sigmoid() if self.spec.shared_gate else out
+        scale = self.spec.shared_scale
+        return out * self.shared_gate(x).sigmoid() if self.spec.shared_gate else out if scale == 1.0 else out * scale
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, W] -> weights, in the dtype of x, and numbers, int64, of each token's experts, [N, used] each."""

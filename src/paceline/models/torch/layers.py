@@ -103,6 +103,8 @@ class WeightSource:
         Layers that read another layer's keys have rows for their queries only.
         """
         q, k = self.find(f"{layer}.q_norm.weight"), self.find(f"{layer}.k_norm.weight")
+        if spec.qk_norm is not None and not spec.qk_affine:
+            return self._weights["embed.weight"].new_ones(spec.heads + spec.kv_heads, spec.head_dim)
         if q is None:
             return None
         if k is None:

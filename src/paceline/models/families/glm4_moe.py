@@ -1,0 +1,45 @@
+"""GLM-4.5 to 4.7: experts routed by sigmoids beside an MLP, and a rotation of half of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.weight_names import WeightNames, ignoring
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.families.routed import (
+    GGUF_ROUTED,
+    ROUTED,
+    after_dense_layers,
+    routed_fields,
+    with_routed_experts,
+    without_head,
+)
+
+
+def describe(config: PretrainedConfig) -> DecoderSpec | None:
+    """Describe a GLM-4.5, or another decoder with its layers."""
+    spec = llama_like(config, bias=bool(config.attention_bias), qk_norm="head" if config.use_qk_norm else None)
+    return spec and with_routed_experts(config, spec, after_dense_layers(config))
+
+
+def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {**routed_fields(metadata, rope), "use_qk_norm": True}  # the tensors tell
+
+
+FAMILY = Family(
+    "glm4_moe",
+    describe,
+    # the published files of 46 and of 92 layers have a draft head in the place of one more
+    WeightNames({**LLAMA_NAMES, **ROUTED}, prefixes=("model.",), ignored=ignoring(r"model\.layers\.(46|92)\..*")),
+    GGUFForm(
+        ("glm4moe",),
+        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
+        fields=_fields,
+        reads=frozenset({"expert_count"}),
+        adapt=without_head,
+    ),
+)
