@@ -26,6 +26,7 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3_5MoeTextConfig,
@@ -138,6 +139,30 @@ def glm_4_7_flash() -> Glm4MoeLiteConfig:
     return Glm4MoeLiteConfig(max_position_embeddings=POSITIONS, eos_token_id=None)
 
 
+def granite_4_h(*, tiny: bool) -> GraniteMoeHybridConfig:
+    """36 Mamba-2 layers and four of attention; H Tiny has 64 experts, six of which a token runs through."""
+    experts = {
+        "num_local_experts": 64 if tiny else 0,
+        "num_experts_per_tok": 6 if tiny else 0,
+        "intermediate_size": 512,
+    }
+    return GraniteMoeHybridConfig(
+        **experts,
+        vocab_size=100352,
+        hidden_size=1536 if tiny else 2048,
+        shared_intermediate_size=1024 if tiny else 8192,
+        num_hidden_layers=40,
+        layer_types=["full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)],
+        num_attention_heads=12 if tiny else 32,
+        num_key_value_heads=4 if tiny else 8,
+        mamba_n_heads=48 if tiny else 64,
+        mamba_d_state=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+    )
+
+
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     **{shape: functools.partial(qwen3_5, shape) for shape in _QWEN3_5},
     "gemma4-e2b": gemma4_e2b,
@@ -145,6 +170,8 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss-20b": gpt_oss_20b,
     "qwen3.5-35b-a3b": qwen3_5_35b_a3b,
     "glm-4.7-flash": glm_4_7_flash,
+    "granite-4-h-micro": functools.partial(granite_4_h, tiny=False),
+    "granite-4-h-tiny": functools.partial(granite_4_h, tiny=True),
 }
 
 

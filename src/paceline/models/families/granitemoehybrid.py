@@ -20,6 +20,7 @@ from paceline.models.families import granite, granitemoe, mamba2
 from paceline.models.families.base import (
     ACTIVATION_NAMES,
     GGUF_EXPERTS,
+    GGUF_MLP_BESIDE,
     LLAMA_NAMES,
     Family,
     GGUFForm,
@@ -79,10 +80,9 @@ def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]
     return own | mamba2.gguf_fields(metadata) | granite.multipliers_of(metadata)
 
 
-_SHARED = {f"blk.{{}}.ffn_{part}_shexp": f"layers.{{}}.{part}" for part in ("gate", "up", "down")}
 _FORM = GGUFForm(
     ("granitehybrid",),
-    WeightNames({**mamba2.GGUF_NAMES, **GGUF_EXPERTS, **_SHARED}),
+    WeightNames({**mamba2.GGUF_NAMES, **GGUF_EXPERTS, **GGUF_MLP_BESIDE}),
     fields=_fields,
     reads=frozenset({"expert_count", *granite.MULTIPLIERS}),
     paired=True,
