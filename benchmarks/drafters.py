@@ -29,6 +29,9 @@ from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.flags import with_flags
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Repeats, numbers, whole_numbers
 from paceline.config import EngineConfig, SamplingParams
+from paceline.config.files import read_text
+from paceline.config.ranges import rules_of
+from paceline.config.registry import DRAFTERS
 from paceline.errors import ParameterError
 from paceline.lengths import FixedLength
 from paceline.lengths.calibration import Grid
@@ -42,7 +45,7 @@ from paceline.tools.bench.recording import Recorder, Round, kept_by_position
 Task = Literal["code", "chat", "maths", "summary", "translation", "questions"]
 TASKS: tuple[Task, ...] = get_args(Task)
 _LINES = [json.loads(line) for line in (Path(__file__).parent / "data" / "tasks.jsonl").read_bytes().splitlines()]
-PROMPTS: Mapping[Task, tuple[str, ...]] = {
+PROMPTS: Mapping[str, tuple[str, ...]] = {
     task: tuple(line["text"] for line in _LINES if line["set"] == task) for task in TASKS
 }
 """Twenty user messages for each task; models with a chat template are asked them as a chat."""
@@ -55,15 +58,29 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """The measurements. prompts: per task; k: draft tokens where acceptance is counted; tokens: longest answer."""
+    """The measurements.
 
-    tasks: tuple[Task, ...]
+    texts: user messages by task. prompts: of each task; k: draft tokens where acceptance is counted; tokens: longest
+    answer.
+    """
+
+    texts: Mapping[str, tuple[str, ...]]
     prompts: int
     k: int
     tokens: int
     temperatures: tuple[float, ...]
     batch_sizes: tuple[int, ...]
     repeats: int
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self.texts)
+
+    def as_document(self) -> dict[str, Any]:
+        """All fields but the texts, for JSON."""
+        fields = asdict(self)
+        del fields["texts"]
+        return {"tasks": self.tasks, **fields}
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ class Count:
     """
 
     drafter: str
-    task: Task
+    task: str
     temperature: float
     tokens: int
     rounds: int
@@ -138,19 +155,19 @@ def count(
     for each, task, temperature in progress(steps, "acceptance"):
         llm = engines[each.name]
         recorder = llm.engine.use_policy(Recorder(FixedLength(plan.k)))
-        run = run_batch(llm, questions(llm, PROMPTS[task][: plan.prompts]), _sampled(plan, temperature, each.answers))
+        asked = questions(llm, plan.texts[task][: plan.prompts])
+        run = run_batch(llm, asked, _sampled(plan, temperature, each.answers, len(asked)))
         yield _counted(each.name, task, temperature, run.tokens, recorder.rounds, plan.k)
 
 
-def _sampled(plan: MeasurementPlan, temperature: float, answers: int) -> list[SamplingParams]:
+def _sampled(plan: MeasurementPlan, temperature: float, answers: int, prompts: int) -> list[SamplingParams]:
     """Sampling parameters: every prompt has its own seed, the same for all drafters."""
     return [
-        SamplingParams(temperature=temperature, max_tokens=plan.tokens, seed=seed, n=answers)
-        for seed in range(plan.prompts)
+        SamplingParams(temperature=temperature, max_tokens=plan.tokens, seed=seed, n=answers) for seed in range(prompts)
     ]
 
 
-def _counted(drafter: str, task: Task, temperature: float, tokens: int, rounds: Sequence[Round], k: int) -> Count:
+def _counted(drafter: str, task: str, temperature: float, tokens: int, rounds: Sequence[Round], k: int) -> Count:
     rows = [row for record in rounds for row in zip(record.accepted, record.depths, strict=True)]
     return Count(
         drafter=drafter,
@@ -189,7 +206,7 @@ def speeds(
     asked = [each for each in drafters if each.answers == 1]
     cells = [(size, temperature) for size in plan.batch_sizes for temperature in plan.temperatures]
     for size, temperature in progress(cells, "speed"):
-        yield from _speeds(asked, plan, mixed_batches(plan.tasks, size, at_least), temperature)
+        yield from _speeds(asked, plan, mixed_batches(plan.texts, size, at_least), temperature)
 
 
 def _speeds(
@@ -214,11 +231,15 @@ def _speeds(
     ]
 
 
-def mixed_batches(tasks: Sequence[Task], size: int, at_least: int) -> list[list[str]]:
-    """The fewest batches of ``size`` prompts with equally many of every task, and ``at_least`` prompts in all."""
+def mixed_batches(texts: Mapping[str, Sequence[str]], size: int, at_least: int) -> list[list[str]]:
+    """The fewest batches of ``size`` prompts with equally many of every task, and ``at_least`` prompts in all.
+
+    texts: by task; they are repeated where a task has too few.
+    """
+    tasks = [*texts.values()]
     equal = math.lcm(len(tasks), size)
     wanted = equal * math.ceil(at_least / equal)
-    mixed = [PROMPTS[tasks[n % len(tasks)]][n // len(tasks) % len(PROMPTS[tasks[0]])] for n in range(wanted)]
+    mixed = [tasks[n % len(tasks)][n // len(tasks) % len(tasks[n % len(tasks)])] for n in range(wanted)]
     return [mixed[first : first + size] for first in range(0, wanted, size)]
 
 
@@ -268,6 +289,18 @@ def main(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     head: Annotated[str | None, typer.Option("--head", help="A trained head, beside --draft-model's model.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", help="Another drafter: a name, module:Class or path.py:Class. Repeatable."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts-file",
+            help='JSON lines in place of the tasks, as in Spec-Bench: {"category": ..., "turns": [...]}, of which the '
+            'first is asked; or {"prompt": ...}.',
+        ),
+    ] = None,
     tasks: Annotated[str, typer.Option("--tasks", help="Tasks, separated by commas.")] = ",".join(TASKS),
     prompts: Annotated[int, typer.Option("--prompts", min=1, max=20, help="Prompts of every task.")] = 20,
     draft_tokens: Annotated[
@@ -286,8 +319,12 @@ def main(
     plot = checked_plot(output)
     chosen = words("--tasks", tasks, TASKS)
     allowed = "numbers from 0 to 2, separated by commas"
+    if prompts_file is not None and chosen != list(TASKS):
+        raise ParameterError("--tasks", tasks, "left out beside --prompts-file, whose categories are the tasks")
     plan = MeasurementPlan(
-        tuple(task for task in TASKS if task in chosen),
+        {task: PROMPTS[task] for task in TASKS if task in chosen}
+        if prompts_file is None
+        else by_category(prompts_file),
         prompts,
         draft_tokens,
         max_tokens,
@@ -295,7 +332,7 @@ def main(
         tuple(sorted(set(whole_numbers("--batch-sizes", batch_sizes)))),
         repeats,
     )
-    target, known = load_contenders(engine, model, head or own_head(model))
+    target, known = load_contenders(engine, model, head or own_head(model), also or ())
     counts = list(count(known, plan, bars(quiet=False)))
     costs = list(draft_costs(known, plan))
     fast = list(speeds(known, plan, bars(quiet=False)))
@@ -305,7 +342,7 @@ def main(
     draw(counts, fast, plot, target.engine.describe())
     document = {
         "command": command_line("python -m benchmarks.drafters"),
-        "plan": asdict(plan),
+        "plan": plan.as_document(),
         "engines": {each.name: each.llm.engine.describe() for each in known},
         "machine": machine(target.engine.threads),
         "versions": versions(),
@@ -317,8 +354,30 @@ def main(
     note(f"written: {output}, {plot}")
 
 
-def load_contenders(engine: EngineFlags, model: str, head: str | None) -> tuple[LLM, list[Contender]]:
-    """The target without a draft model, and its drafters. Raises ParameterError for options without a draft model."""
+def by_category(path: Path) -> dict[str, tuple[str, ...]]:
+    """The texts of a file by their category, which is the file's name for lines without one. Raises ParameterError."""
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(read_text("--prompts-file", path).splitlines(), 1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+                text = entry["turns"][0] if "turns" in entry else entry["prompt"]
+            except (ValueError, LookupError, TypeError) as error:
+                allowed = 'lines with {"turns": [...]} or {"prompt": ...}'
+                raise ParameterError("--prompts-file", f"line {number}", allowed) from error
+            found.setdefault(str(entry.get("category", path.stem)), []).append(str(text))
+    if not found:
+        raise ParameterError("--prompts-file", str(path), "a file with a prompt a line")
+    return {category: tuple(texts) for category, texts in found.items()}
+
+
+def load_contenders(
+    engine: EngineFlags, model: str, head: str | None, also: Sequence[str] = ()
+) -> tuple[LLM, list[Contender]]:
+    """The target without a draft model, and its drafters. also: names of further ones.
+
+    Raises ParameterError for options that need a draft model where there is none.
+    """
     for name in ("draft_dtype", "draft_quantization", "draft_vocab_size"):
         value = getattr(engine, name)
         if engine.draft_model is None and value != getattr(EngineConfig, name):
@@ -327,7 +386,13 @@ def load_contenders(engine: EngineFlags, model: str, head: str | None) -> tuple[
     target = usual.load(model)
     with_model = None if engine.draft_model is None else engine.load(model, quiet=True)
     with_head = None if head is None else replace(usual, draft_model=head).load(model, quiet=True)
-    return target, contenders(target, with_model, with_head)
+    further = []
+    for name in also:
+        needs = DRAFTERS.get(rules_of(EngineConfig)["drafter"].take("--also", name)).needs_draft_model
+        if needs and with_model is None:
+            raise ParameterError("--also", name, "a drafter without a draft model, or given beside --draft-model")
+        further.append(Contender(name, (with_model if needs and with_model else target).with_options(drafter=name)))
+    return target, [*contenders(target, with_model, with_head), *further]
 
 
 def _acceptance_table(counts: Sequence[Count], plan: MeasurementPlan, temperature: float) -> Sheet:

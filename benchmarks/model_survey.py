@@ -60,11 +60,20 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("patch_size",), 8),
     "sliding_window": 8,
 }
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
 _SECTIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 }
+_SECTIONS_OF_HALF: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 0.5,
+    }
+}
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), _SECTIONS_OF_HALF),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _SECTIONS),
     "phimoe": {"sliding_window": 512},  # as long as its positions, as it is published
     "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [], "downsample_rate": "1/2"},

@@ -118,7 +118,7 @@ def contender(kind: str, options: argparse.Namespace) -> Contender:
 def plan_of(options: argparse.Namespace) -> MeasurementPlan:
     """What is counted and timed."""
     sizes, repeats = tuple(options.batch_sizes), options.repeats
-    return MeasurementPlan(TASKS, options.prompts, DRAFT_TOKENS, options.max_tokens, TEMPERATURES, sizes, repeats)
+    return MeasurementPlan(PROMPTS, options.prompts, DRAFT_TOKENS, options.max_tokens, TEMPERATURES, sizes, repeats)
 
 
 def about(drafter: Contender) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 def times(options: argparse.Namespace) -> dict[str, Any]:
     """Time a draft of each kind, and ``auto`` against plain decoding; plain and all kinds take turns."""
     drafters, plan = [contender(kind, options) for kind in options.kinds], plan_of(options)
-    chat = replace(plan, tasks=("chat",), batch_sizes=CHAT_BATCH_SIZES)
+    chat = replace(plan, texts={"chat": PROMPTS["chat"]}, batch_sizes=CHAT_BATCH_SIZES)
     found = {
         "draft_costs": [asdict(each) for each in draft_costs(drafters, plan)],
         "auto_over_plain": [asdict(each) for each in speeds(drafters, plan, without_bar)],

@@ -84,16 +84,27 @@ void ExpertsStep::choose(int token) const {
   if (e_.groups > 1) drop_groups(values);
   for (int rank = 0; rank < e_.used; ++rank) {
     const int best = static_cast<int>(std::max_element(values, values + e_.count) - values);
-    const double weight = chance(best);
+    const double weight = e_.margin > 0.0f ? share_of(s, values, best) : chance(best);
     chosen[rank] = best;
     weights[rank] = static_cast<float>(weight);
     own += weight;
     values[best] = kNever;
   }
   for (int rank = 0; rank < e_.used; ++rank) {
-    weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / (e_.normalised ? own : all));
+    if (!(e_.margin > 0.0f)) weights[rank] = static_cast<float>(static_cast<double>(weights[rank]) / (e_.normalised ? own : all));
     if (e_.factors) weights[rank] *= e_.factors[chosen[rank]];
   }
+}
+
+// The share of the best expert in a softmax over those that were not chosen before and are within the margin below it.
+double ExpertsStep::share_of(const float* scores, const float* values, int best) const {
+  const float top = values[best];
+  double total = 0.0;
+  for (int e = 0; e < e_.count; ++e) {
+    const bool near = (top - scores[e]) / std::max(std::fabs(scores[e]), top) <= e_.margin;
+    if (near && values[e] != kNever) total += std::exp(static_cast<double>(values[e] - top));
+  }
+  return 1.0 / total;
 }
 
 // Leaves the groups whose highest values, one or two, have the largest sums, the first of equal ones.

@@ -60,6 +60,7 @@ class ExpertsStep {
   const PairsByExpert& sorted(int thread) const { return b_.sorted[static_cast<size_t>(thread)]; }
   void choose(int token) const;
   void drop_groups(float* values) const;
+  double share_of(const float* scores, const float* values, int best) const;
   void quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const;
   void product(const Linear* experts, Epilogue epilogue, float* out, size_t out_stride, int thread) const;
 

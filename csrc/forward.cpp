@@ -223,6 +223,13 @@ class Pass {
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
+    if (layer.qkv.weights) run_mixer(layer, index, thread, watch);
+    if (ends_with(index)) return;
+    if (layer.experts || layer.gate_up.weights) run_mlp(layer, thread, watch);
+    if (layer.input) add_token_input(layer, index, thread, watch);
+  }
+
+  void run_mixer(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const bool last = ends_with(index);
     const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
@@ -231,20 +238,21 @@ class Pass {
     else run_attention(layer, index, last, thread, watch);
     if (last) return;
     if (layer.parallel) read_input(layer, thread, watch);
-    auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
+    const auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
-    add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
+    if (layer.convs) add_convolved(layer.attention_out, input, layer.convs[0], thread, watch);
+    else add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
+  }
+
+  void run_mlp(const Layer& layer, int thread, Stopwatch& watch) const {
     const float* scale = layer.input ? nullptr : layer.scale_out;
     if (!layer.parallel) read_input(layer, thread, watch);
-    if (layer.experts) {
-      run_experts(layer, scale, thread, watch);
-    } else {
-      input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
-      watch.lap(kPrepare);
-      add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
-    }
-    if (layer.input) add_token_input(layer, index, thread, watch);
+    if (layer.experts) return run_experts(layer, scale, thread, watch);
+    const auto input = prepare(m_.activated_.as<float>(), layer.down.inputs, nullptr, layer.down, thread);
+    watch.lap(kPrepare);
+    if (layer.convs) add_convolved(layer.down, input, layer.convs[1], thread, watch);
+    else add(layer.down, input, layer.mlp_out_norm, thread, watch, scale, change_down(layer, thread));
   }
 
   // What the MLP and the experts make of the hidden states before their last products.
@@ -257,7 +265,8 @@ class Pass {
   void activate(const Layer& layer, int thread, Stopwatch& watch) const {
     const Norm second = norm(layer.post_norm);
     const Norm* before = layer.post_norm ? &second : nullptr;
-    const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
+    const auto input = layer.convs ? convolve(layer.convs[1], second, layer.gate_up, thread)
+                                   : prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
     const float* const* changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
     clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / (layer.plain ? 1 : 2), thread);
@@ -281,7 +290,8 @@ class Pass {
   }
 
   ExpertsStep step_of(const Layer& layer) const {
-    return {*layer.experts, k_, pool_, *m_.experts_, gate_of(layer), tokens_.count, m_.padded_width};
+    const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
+    return {*layer.experts, k_, pool_, *m_.experts_, end, tokens_.count, m_.padded_width};
   }
 
   void choose_experts(const Layer& layer, int thread, Stopwatch& watch) const {
@@ -335,10 +345,10 @@ class Pass {
     watch.lap(kPrepare);
   }
 
-  // The weight of the shared MLP's output: 1, or the sigmoid of its gate's score. It is computed in double, so that it
-  // does not depend on a library's rounding of floats.
+  // The weight of the shared MLP's output: a constant, or the sigmoid of its gate's score. It is computed in double, so
+  // that it does not depend on a library's rounding of floats.
   static float shared_weight(const Experts& experts, const ExpertsStep& step, int token) {
-    if (experts.router.outputs == experts.count) return 1.0f;
+    if (experts.router.outputs == experts.count) return experts.shared_scale;
     return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(step.shared_score(token)))));
   }
 
@@ -408,6 +418,54 @@ class Pass {
     watch.lap(kPrepare);
   }
 
+  // The input of a block's attention or MLP: the normed hidden states, convolved.
+  Activations convolve(const BlockConv& conv, const Norm& before, const Linear& consumer, int thread) const {
+    const Share share(tokens_.count, thread, pool_.threads());
+    const size_t stride = static_cast<size_t>(m_.padded_width);
+    float* normed = m_.convolved_.as<float>();
+    float* convolved = normed + stride * static_cast<size_t>(tokens_.count);
+    for (int i = share.first; i < share.last; ++i) k_.rms_norm(residual(i), before, m_.padded_width, normed + stride * static_cast<size_t>(i));
+    pool_.meet();
+    const auto input = prepare(normed, m_.padded_width, nullptr, conv.project, thread);
+    multiply(conv.project, input, Epilogue::kStore, m_.taps_.as<float>(), tap_stride(conv), thread);
+    for (int i = share.first; i < share.last; ++i) {
+      float* to = convolved + stride * static_cast<size_t>(i);
+      std::memset(to, 0, sizeof(float) * stride);
+      add_taps(conv, 0, normed, i, to);
+    }
+    pool_.meet();
+    return prepare(convolved, m_.padded_width, nullptr, consumer, thread);
+  }
+
+  // Adds the product of a block's attention or MLP, convolved with the weights that `convolve` made.
+  void add_convolved(const Linear& linear, const Activations& input, const BlockConv& conv, int thread, Stopwatch& watch) const {
+    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), static_cast<size_t>(m_.padded_width), thread);
+    watch.lap(kProducts);
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) add_taps(conv, 1, m_.branch_.as<float>(), i, residual(i));
+    pool_.meet();
+    watch.lap(kPrepare);
+  }
+
+  static size_t tap_stride(const BlockConv& conv) { return static_cast<size_t>(padded(conv.project.outputs, kPanel)); }
+
+  // Adds token i's taps over the tokens of its block to `to`. side: 0 before the part, 1 after it.
+  void add_taps(const BlockConv& conv, size_t side, const float* from, int i, float* to) const {
+    const size_t stride = static_cast<size_t>(m_.padded_width), width = static_cast<size_t>(s_.width);
+    const size_t taps = static_cast<size_t>(conv.taps), group = static_cast<size_t>(conv.group), groups = width / group;
+    const float* own = m_.taps_.as<float>() + tap_stride(conv) * static_cast<size_t>(i) + side * taps * groups;
+    for (int tap = 0; tap < conv.taps && i >= tap && same_block(i - tap, i); ++tap) {
+      const float* x = from + stride * static_cast<size_t>(i - tap);
+      const float* base = conv.base + stride * (side * taps + static_cast<size_t>(tap));
+      for (size_t g = 0; g < groups; ++g) {
+        const float weight = own[static_cast<size_t>(tap) * groups + g];
+        for (size_t j = g * group; j < (g + 1) * group; ++j) to[j] += (base[j] + weight) * x[j];
+      }
+    }
+  }
+
+  bool same_block(int i, int j) const { return tokens_.rows[i] == tokens_.rows[j] && (!tokens_.ends || tokens_.ends[i] == tokens_.ends[j]); }
+
   // Layers write rows of different widths into one buffer, and padding is quantised with a row.
   void clear_padding(const Buffer& rows, int stride, int width, int thread) const {
     const Share share(tokens_.count, thread, pool_.threads());
@@ -464,6 +522,7 @@ class Pass {
     call.conv_bias = layer.recurrent->conv_bias;
     call.skip = layer.recurrent->skip;
     call.epsilon = layer.recurrent->epsilon;
+    call.least_step = layer.recurrent->least_step;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();
@@ -484,6 +543,7 @@ class Pass {
     float* residual = m_.residual_.as<float>();
     const bool joined = s_.fusion && !s_.fusion->block && !projects() && index == 0;
     const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
+                       : layer.convs ? convolve(layer.convs[0], first, layer.qkv, thread)
                               : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     const float* const* changes = change(layer.changes[kChangedQkv], residual, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     watch.lap(kPrepare);
@@ -867,6 +927,10 @@ void Model::grow(int threads, int tokens) {
   }
   if (spec.inputs) vectors_.grow(n * static_cast<size_t>(padded(spec.inputs->project.outputs, kPanel)));
   padded_hidden_.grow(n * static_cast<size_t>(padded_width));
+  if (layers[0].convs) {
+    convolved_.grow(2 * n * static_cast<size_t>(padded_width));
+    taps_.grow(n * static_cast<size_t>(padded(layers[0].convs->project.outputs, kPanel)));
+  }
   if (spec.adapters) {
     normed_.grow(n * static_cast<size_t>(padded_width));
     ranks_.grow(n * static_cast<size_t>(widest_rank));

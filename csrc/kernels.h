@@ -165,7 +165,7 @@ struct RecurrentCall {
   const float* conv;  // [taps][channels]
   const float *rate, *bias, *norm;  // of a gated delta net or Mamba-2; the norm of Mamba-2 may be null
   const float *conv_bias, *skip;    // of Mamba-2: [channels] or null, and [value_heads]
-  float epsilon;
+  float epsilon, least_step;        // least_step: of Mamba-2
   float* mixed;  // [tokens][mixed_stride]: of a gated delta net and Mamba-2, inputs of the convolution, then the output's
                  // gates; of a short convolution, B, C and x: B is overwritten
   size_t mixed_stride;

@@ -18,7 +18,7 @@ struct Recurrent {
   Linear gates;       // of a gated delta net: rows of beta, then of the decay; of Mamba-2: of the steps; else without weights
   const float* conv;  // [taps][channels]
   const float *rate, *bias, *norm, *conv_bias, *skip;  // see RecurrentCall
-  float epsilon;      // of the norm
+  float epsilon, least_step;        // of the norm; the least step of Mamba-2
 };
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };
@@ -36,7 +36,9 @@ struct Experts {
   int32_t count, used;           // experts, and experts of a token
   // How a token's experts follow from the scores: Routing of src/paceline/kernels/experts.py.
   int32_t normalised, sigmoid, groups, used_groups, group_best;  // group_best: 1 or 2
+  float margin;
   const float* correction;       // [count], added to the probabilities for the choice alone, or null
+  float shared_scale;            // of the output of the layer's MLP
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
 };
@@ -73,10 +75,19 @@ struct LowRank {
   Router down, up;  // up has as many outputs as the layer's panels, and as many inputs as `down` has padded outputs
 };
 
+// Convolutions over the tokens of a block around a part f of its layers: x + after(f(before(norm(x)))). The weight of a tap is
+// its base's plus one of its group of channels, which a product of the normed x gives (GroupedConvolution of
+// src/paceline/drafters/heads/block.py).
+struct BlockConv {
+  Linear project;     // [2][taps][groups] outputs: before, after
+  const float* base;  // [2][taps][padded width]
+  int32_t taps, group;
+};
+
 enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
-  Linear qkv, attention_out, gate_up, down;
+  Linear qkv, attention_out, gate_up, down;  // without weights where the layer has no mixer, or no MLP of all tokens
   // Norms of the hidden states, behind whose weights lie their biases if they are layer norms.
   const float* input_norm;  // before attention, or null
   const float* post_norm;   // before the MLP, or null
@@ -109,6 +120,7 @@ struct Layer {
   int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
   int32_t plain;           // whether the MLP has no gate: gate_up is up alone
   const float* shape;      // of the activation: four numbers, or null
+  const BlockConv* convs;  // around attention, and around the MLP, of a block drafter; or null
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -403,6 +415,7 @@ class Model {
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
   Buffer vectors_of_queries_, queries_, absorbed_, mixed_;  // of latent attention
   Quantised by_head_;                                       // its rows, head after head
+  Buffer convolved_, taps_;          // of a block's convolutions: their input and what they give, and the weights of taps
   Quantised shared_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;

@@ -303,6 +303,12 @@ class DeltaWork : public StateWork<DeltaWork> {
   }
 };
 
+// The step of a head of Mamba-2 at a token. raw: the inputs of the token's steps.
+inline float step_of(const RecurrentCall& c, const float* raw, int head) {
+  const float step = softplus(raw[head] + c.bias[head]);
+  return step < c.least_step ? c.least_step : step;
+}
+
 // A Mamba-2 layer: some heads of one group. B is k, C is q, and x is v; the state of a head is [B's width][x's width].
 class Mamba2Work : public StateWork<Mamba2Work> {
  public:
@@ -329,7 +335,7 @@ class Mamba2Work : public StateWork<Mamba2Work> {
     const float* const raw = node < 0 ? nullptr : c_.gates + static_cast<size_t>(run_.first + node) * c_.gates_stride;
     for (int j = 0; j < shared_; ++j) {
       const int head = first_ + j;
-      to[j] = raw ? softplus(raw[head] + c_.bias[head]) : applied(node)[s_.channels + head];
+      to[j] = raw ? step_of(c_, raw, head) : applied(node)[s_.channels + head];
       to[shared_ + j] = __builtin_expf(to[j] * c_.rate[head]);
     }
     return to;
@@ -388,7 +394,7 @@ class KeepInputs : public SlotWork<KeepInputs> {
 
   void compute_gates(int node, float* steps) const {
     const float* raw = c_.gates + static_cast<size_t>(run_.first + node) * c_.gates_stride;
-    for (int head = 0; head < s_.value_heads; ++head) steps[head] = softplus(raw[head] + c_.bias[head]);
+    for (int head = 0; head < s_.value_heads; ++head) steps[head] = step_of(c_, raw, head);
   }
 };
 

@@ -29,13 +29,19 @@ class AsBefore(Drafter):
         return Draft(draft, counts)
 
 
-llm = LLM("smollm2-135m", drafter=AsBefore, num_speculative_tokens=4, max_batch_size=2, max_model_len=256)
-greedy = SamplingParams(temperature=0, max_tokens=24)
-prompts = ["red, green, blue, red, green, blue, red,", "The capital of France is"]
+def main() -> None:
+    """Answer two prompts with this drafter and without: the texts are equal."""
+    llm = LLM("smollm2-135m", drafter=AsBefore, num_speculative_tokens=4, max_batch_size=2, max_model_len=256)
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    prompts = ["red, green, blue, red, green, blue, red,", "The capital of France is"]
 
-results = llm.generate(prompts, greedy, use_tqdm=False)
-plain = llm.plain().generate(prompts, greedy, use_tqdm=False)
-for result, reference in zip(results, plain, strict=True):
-    answer = result.outputs[0]
-    print(f"{answer.text!r}: {answer.metrics.accepted} of {answer.metrics.drafted} draft tokens accepted")
-    assert answer.token_ids == reference.outputs[0].token_ids
+    results = llm.generate(prompts, greedy, use_tqdm=False)
+    plain = llm.plain().generate(prompts, greedy, use_tqdm=False)
+    for result, reference in zip(results, plain, strict=True):
+        answer = result.outputs[0]
+        print(f"{answer.text!r}: {answer.metrics.accepted} of {answer.metrics.drafted} draft tokens accepted")
+        assert answer.token_ids == reference.outputs[0].token_ids
+
+
+if __name__ == "__main__":  # so that commands can read the class: --drafter own_drafter.py:AsBefore
+    main()

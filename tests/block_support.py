@@ -67,6 +67,10 @@ def random_block(config: HeadConfig, seed: int = 0) -> dict[str, Tensor]:
         tensors[name] = 1 + noise if name.endswith("norm.weight") else noise
         if name.endswith(("lm_head.weight", "codebook", "markov_w2.weight", "markov_w1.weight")):
             tensors[name] *= 3
+        if name.endswith("kernel_projection.weight"):  # larger weights of taps would enlarge every rounding
+            tensors[name] *= 0.1
+        if name.endswith("base_kernel"):
+            tensors[name][:, 0] += 1
     chosen = torch.randperm(config.decoder.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     tensors["d2t"] = chosen - torch.arange(len(chosen))
     tensors["t2d"] = torch.zeros(config.decoder.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)

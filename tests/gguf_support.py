@@ -29,14 +29,18 @@ def begun(path: Path, architecture: str, config: Any, more_layers: int = 0) -> g
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers + more_layers)
     writer.add_embedding_length(config.hidden_size)
-    if hasattr(config, "intermediate_size"):
-        writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "intermediate_size") or hasattr(config, "n_inner"):
+        inner = getattr(config, "intermediate_size", None) or config.n_inner or 4 * config.hidden_size
+        writer.add_feed_forward_length(inner)
+    heads = config.num_attention_heads
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", heads))
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        epsilons = (getattr(config, name, None) for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
+        epsilons = (
+            getattr(config, name, None) for name in ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+        )
         writer.add_layer_norm_eps(next((epsilon for epsilon in epsilons if epsilon is not None), 1e-5))
     return writer
 

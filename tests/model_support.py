@@ -96,12 +96,13 @@ _GEMMA4 = _LLAMA | {
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
 }  # fmt: skip
-YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7)
+YARN_TWICE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 _LATENT = _LLAMA | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16,
     "v_head_dim": 10,
 }  # fmt: skip
-_ROUTED = _LATENT | {
+_LATENT_ROUTED = _LATENT | {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
 }  # fmt: skip
 YARN_GROWING = rope(
@@ -131,19 +132,22 @@ NATIVE |= {
     "granitemoe": ("granitemoe", _LLAMA | _GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "minicpm3": ("minicpm3", _LATENT | {"scale_depth": 1.4, "dim_model_base": 8}),
     "youtu": ("youtu", _LATENT | YARN_MSCALE),
-    "youtu with biases": ("youtu", _LATENT | {"rope_interleave": False, "attention_bias": True}),
+    "youtu with biases": ("youtu", _LATENT | YARN_TWICE | {"rope_interleave": False, "attention_bias": True}),
     "youtu without a query vector": ("youtu", _LATENT | {"q_lora_rank": None}),
-    "deepseek_v2": ("deepseek_v2", _ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
+    "deepseek_v2": ("deepseek_v2", _LATENT_ROUTED | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
     "deepseek_v2 with groups": (
         "deepseek_v2",
-        _ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
+        _LATENT_ROUTED | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": None},
     ),
     "deepseek_v3": (
         "deepseek_v3",
-        _ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
+        _LATENT_ROUTED | YARN_MSCALE | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "num_mtp_layers": 0},
     ),
-    "glm4_moe_lite": ("glm4_moe_lite", _ROUTED | {"n_group": 1, "topk_group": 1}),
-    "mistral4": ("mistral4", _ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT_ROUTED | {"n_group": 1, "topk_group": 1}),
+    "mistral4": (
+        "mistral4",
+        _LATENT_ROUTED | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1} | YARN_GROWING,
+    ),
     "exaone4": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4 with windows": ("exaone4", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
 }
@@ -156,7 +160,7 @@ _NAMED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 1
 _LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
 NATIVE |= {
     "mixtral": ("mixtral", _LLAMA | _LOCAL),
-    "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "ministral": ("ministral", _LLAMA | {"head_dim": 6, "sliding_window": 4, "layer_types": _MIXED}),
     "cwm": ("cwm", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED} | rope("default")),
     "exaone": ("exaone", _LLAMA),
     "gemma": ("gemma", _LLAMA | {"head_dim": 8}),
@@ -181,8 +185,7 @@ NATIVE |= {
     "ernie4_5_moe": ("ernie4_5_moe", _LLAMA | {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 12}),
     "seed_oss": ("seed_oss", _LLAMA | {"head_dim": 8}),
     "helium": ("helium", _LLAMA | {"head_dim": 6}),
-    "mellum": ("mellum", _LLAMA | _EXPERTS | _BOTH_ROPES | {"head_dim": 8, "sliding_window": 4, "layer_types": _MIXED,
-                                                          "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "mellum": ("mellum", _LLAMA | _EXPERTS | _BOTH_ROPES | {"head_dim": 8, "sliding_window": 4, "layer_types": _MIXED}),
     "qwen3_moe with dense layers": ("qwen3_moe", _LLAMA | _EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]}),
     "qwen2_moe": ("qwen2_moe", _LLAMA | _EXPERTS | {"shared_expert_intermediate_size": 20}),
     "flex_olmo": ("flex_olmo", _LLAMA | {"num_experts": 5, "num_experts_per_tok": 2}),
@@ -199,9 +202,21 @@ NATIVE |= {
     "stablelm in parallel": ("stablelm", _LLAMA | {"hidden_size": 64, "use_parallel_residual": True}),
     "olmo": ("olmo", _LLAMA),
     "nanochat": ("nanochat", _LLAMA),
+    "gpt_neox": ("gpt_neox", _LLAMA | {"num_key_value_heads": 4, "hidden_size": 32} | rope("default",
+                                                                                        partial_rotary_factor=0.5)),
+    "gptj": ("gptj", _GPT2 | {"n_embd": 32, "rotary_dim": 4}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT2),
+    "phimoe": ("phimoe", _LLAMA | _LOCAL | {"router_jitter_noise": 0.3, "lm_head_bias": True}),
+    "hyperclovax": ("hyperclovax", _LLAMA | _GRANITE | {"residual_multiplier": 1.0}),
+    "aria_text": ("aria_text", _LLAMA | {"moe_num_experts": 5, "moe_topk": 2, "moe_num_shared_experts": 2}),
+    "cohere2_moe": ("cohere2_moe", _LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 1,
+                                             "logit_scale": 0.2, "sliding_window": 4, "layer_types": _MIXED}),
 }  # fmt: skip
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_neox": ("gpt_neox", {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}),
+    "gpt_neox": (  # with an activation that no family knows
+        "gpt_neox",
+        {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {"hidden_act": "quick_gelu"},
+    ),
     "cohere with norms of queries and keys": ("cohere", _LLAMA | {"logit_scale": 0.2, "use_qk_norm": True}),
     "modernbert-decoder": (
         "modernbert-decoder",

@@ -22,6 +22,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
@@ -195,6 +197,28 @@ def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCaus
     return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
 
 
+def tiny_nemotron(seed: int = 0, kinds: str = "me-fmme", **fields: Any) -> NemotronHForCausalLM:
+    """A random Nemotron-H; m is a Mamba-2 layer, f attention, e a mixture, - an MLP. Steps reach their lower limit."""
+    names = {"m": "linear_attention", "f": "full_attention", "e": "moe", "-": "mlp"}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 80,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+    }
+    sizes |= {"n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 6, "moe_intermediate_size": 48}
+    sizes |= {"moe_shared_expert_intermediate_size": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+    given = {"layers_block_type": [names[kind] for kind in kinds], "time_step_min": 0.5} | fields
+    made = _randomised(NemotronHForCausalLM, NemotronHConfig(**(_COMMON | sizes | given)), seed)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for layer in made.model.layers:
+            if layer.block_type == "moe":
+                layer.mixer.gate.e_score_correction_bias.normal_(0, 0.3)
+    return made
+
+
 def _randomised(model: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -250,6 +274,7 @@ def theirs_with_head(
     """A random model of transformers, and a draft head for it."""
     model = make(seed, **sizes)
     model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.mtp_mlp_layer_types = ["sparse"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         head = MtpModel(model, 1).eval()
@@ -267,12 +292,24 @@ _MTP_NAMES = {
 }
 
 
-def head_state(head: MtpModel) -> dict[str, torch.Tensor]:
-    """A head's tensors by their names in published checkpoints."""
-    found = {}
+_LAYER_NAMES = {
+    "0.mtp_block.": "",
+    "0.eh_proj.": "eh_proj.",
+    "0.enorm.": "enorm.",
+    "0.hnorm.": "hnorm.",
+    "0.post_norm.": "shared_head.norm.",
+}
+
+
+def head_state(head: MtpModel, behind: int | None = None) -> dict[str, torch.Tensor]:
+    """A head's tensors by their names in published checkpoints. behind: number of layers, if it is named as a layer."""
+    names, found = _MTP_NAMES, {}
+    if behind is not None:
+        names = {theirs: f"model.layers.{behind}.{ours}" for theirs, ours in _LAYER_NAMES.items()}
+        found = {f"model.layers.{behind}.embed_tokens.weight": torch.zeros(2, 2)}  # a copy, which is not read
     for name, weight in head.layers.state_dict().items():
-        theirs = next(theirs for theirs in _MTP_NAMES if name.startswith(theirs))
-        found[_MTP_NAMES[theirs] + name.removeprefix(theirs)] = weight.contiguous()
+        theirs = next(theirs for theirs in names if name.startswith(theirs))
+        found[names[theirs] + name.removeprefix(theirs)] = weight.contiguous()
     return found
 
 
@@ -310,7 +347,9 @@ def save_with_head(
     model, head = theirs_with_head(seed, make, **sizes)
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    tensors |= experts_apart(head_state(head)) if model.config.model_type == "qwen3_next" else head_state(head)
+    is_layer = model.config.model_type in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    own = head_state(head, model.config.num_hidden_layers if is_layer else None)
+    tensors |= experts_apart(own) if is_layer or model.config.model_type == "qwen3_next" else own
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(path)
     return model, head

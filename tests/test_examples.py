@@ -18,6 +18,7 @@ HERE = {
     "batch_with_draft_model": ["Why is the sky blue?", "rounds instead of", "mean acceptance length"],
     "ranked_answers": ["1. mean log-probability", "3. mean log-probability"],
     "own_drafter": ["Paris", "draft tokens accepted"],
+    "own_length_policy": ["Paris", "accepted of drafted by position"],
 }
 ALONE = {"server_and_client": ["Paris"], "batch_file": ["q-0", "q-1"]}
 SLOW = {"train_head": ["Paris", "draft tokens accepted"], "transformers_generate": ["Paris", "blue"]}

@@ -84,6 +84,7 @@ from toy import (
     tiny_native,
     tiny_native_experts,
     tiny_native_latent,
+    tiny_native_parallel,
     truth_of,
 )
 
@@ -116,6 +117,11 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
+BESIDE = {  # the same, with MLPs beside attention, or experts
+    "in parallel": functools.cache(lambda: tiny_native_parallel(experts=False)),
+    "experts in parallel": functools.cache(lambda: tiny_native_parallel(experts=True)),
+}
+MODELS |= BESIDE
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
@@ -123,7 +129,7 @@ OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in 
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(
-    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS], DRAFTS["native"]
+    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
 )
 DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
 HEADS: dict[str, Callable[[], HeadModel]] = {
@@ -158,6 +164,7 @@ BLOCKS = ["dflash", "dspark", "dflash2"]
 ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside targets on the CPU kernels
     "dflash": functools.partial(tiny_native_block, reduced=True),
     "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
+    "dflash2": functools.partial(tiny_native_block, kind="dflash2"),
 }
 WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
 
@@ -516,7 +523,9 @@ DRAFTERS_OF = {
     "gemma4": [*OTHER_LAYERS, "assistant", "assistant hybrid"],
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head", "dflash"],
     "latent": ["model", "documents", "hybrid", "head"],
-    **dict.fromkeys(("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16"), ("model", "documents", "sometimes")),
+    **dict.fromkeys(
+        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
+    ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
 }

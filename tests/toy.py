@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import seen_by
-from kernels.tools import random_spec, with_experts, with_latent, with_sinks
+from kernels.tools import in_parallel, random_spec, with_experts, with_latent, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
@@ -196,6 +196,13 @@ def tiny_native_latent() -> NativeModel:
     """The same with latent attention."""
     spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, seed=3)
     return NativeModel(with_latent(spec), "latent", quantization="int8", threads=1)
+
+
+def tiny_native_parallel(*, experts: bool) -> NativeModel:
+    """The same with MLPs beside attention, layer norms, capped scores, and perhaps experts in groups."""
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, bias=True, qk_norm=True, seed=3)
+    spec = with_experts(spec, shared=True, count=12, sigmoid=True, groups=4) if experts else spec
+    return NativeModel(in_parallel(spec), "in parallel", quantization="int8", threads=1)
 
 
 def make_engine(

@@ -21,7 +21,7 @@ def test_every_task_has_twenty_prompts_that_differ() -> None:
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
-    batches = mixed_batches(TASKS, size, len(TASKS))
+    batches = mixed_batches(PROMPTS, size, len(TASKS))
     assert {len(batch) for batch in batches} == {size}
     texts = [text for batch in batches for text in batch]
     of_task = [sum(text in PROMPTS[task] for text in texts) for task in TASKS]
@@ -30,7 +30,7 @@ def test_batches_have_equally_many_prompts_of_every_task(size: int) -> None:
 
 
 def test_one_task_is_timed_on_as_many_prompts_as_asked() -> None:
-    batches = mixed_batches(("chat",), 2, 19)
+    batches = mixed_batches({"chat": PROMPTS["chat"]}, 2, 19)
     assert [text for batch in batches for text in batch] == [*PROMPTS["chat"]]
 
 
@@ -74,3 +74,38 @@ def test_the_document_has_every_drafter_on_every_task(tmp_path: Path, monkeypatc
 def test_wrong_options_are_refused_by_name(wrong: tuple[str, str]) -> None:
     with pytest.raises(ParameterError, match=f"^{wrong[0]}="):
         CliRunner().invoke(app, ["no-model", *SHORT, *wrong], catch_exceptions=False)
+
+
+def test_a_drafter_of_ones_own_is_compared_on_the_prompts_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.drafters.COST_SECONDS", 0.02)
+    target, prompts, mine = (
+        save_llama(tmp_path / "tiny", byte_tokenizer(), seed=1),
+        tmp_path / "q.jsonl",
+        tmp_path / "m.py",
+    )
+    lines = [{"question_id": 1, "category": "maths", "turns": ["1 + 1?", "2 + 2?"]}, {"prompt": "hello"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mine.write_text("from paceline.drafters import NgramDrafter\nclass Mine(NgramDrafter):\n    name = 'mine'\n")
+    options = (
+        *OPTIONS,
+        "--repeats",
+        "1",
+        "--batch-sizes",
+        "1",
+        "--temperatures",
+        "0",
+        "--output",
+        str(tmp_path / "o.json"),
+    )
+    result = CliRunner().invoke(app, [target, *options, "--also", f"{mine}:Mine", "--prompts-file", str(prompts)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    counted = [(each["drafter"].rpartition(":")[2], each["task"]) for each in document["acceptance"]]
+    assert counted == [(name, task) for name in ("ngram", "Mine") for task in ("maths", "q")]
+    assert document["plan"]["tasks"] == ["maths", "q"]
+    pairs = [[each for each in document["acceptance"] if each["task"] == task] for task in ("maths", "q")]
+    assert all(own["accepted"] == lookup["accepted"] for lookup, own in pairs)
+    refused = CliRunner().invoke(app, [target, *options, "--also", "model"])
+    assert "given beside --draft-model" in str(refused.exception)

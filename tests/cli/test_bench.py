@@ -117,3 +117,46 @@ def test_lengths_stand_side_by_side_and_draft_tokens_can_be_made_wrong(paceline:
     assert list(rows) == ["plain", "k=2, wrong drafts"]
     assert rows["k=2, wrong drafts"]["acceptance_rate"] == 0
     assert paceline("bench", "offline", tiny, "--lengths", "2,some").exit_code == 2
+
+
+def test_own_prompts_and_drafters_are_timed_logged_and_compared(paceline: Any, tiny: str, tmp_path: Path) -> None:
+    prompts, mine, log = (tmp_path / name for name in ("q.jsonl", "mine.py", "rounds.jsonl"))
+    lines = [{"question_id": 1, "category": "x", "turns": ["first", "second"]}, {"prompt": "abcabcabc"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mine.write_text("from paceline.drafters import NgramDrafter\nclass Mine(NgramDrafter):\n    name = 'mine'\n")
+    options = ("--prompts-file", str(prompts), "--batch-sizes", "2", "--max-tokens", "8", "--repeats", "2", "-k", "2")
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        given = (*options, "--dtype", "float32", "--drafter", f"{mine}:Mine", "--output", str(file), "-q")
+        result = paceline("bench", "offline", tiny, *given, "--round-log", str(log))
+        assert result.exit_code == 0, result.output
+    document = json.loads(files[0].read_text())
+    assert (document["prompts"], "drafter mine, length fixed(2)" in document["engine"]) == (str(prompts), True)
+    rounds = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {(made["side"], made["repeat"]) for made in rounds} == {
+        (side, repeat) for side in ("plain", "speculation") for repeat in (0, 1)
+    }
+    measured = document["results"][1]
+    last = [made for made in rounds if made["side"] == "speculation" and made["repeat"] == 1]
+    assert [made["round"] for made in last] == [*range(len(last))]
+    assert len(measured["drafted_per_position"]) <= 2
+    assert sum(measured["drafted_per_position"]) <= sum(map(sum, (made["drafted"] for made in last)))
+    compared = json.loads(paceline("bench", "compare", *map(str, files)).stdout.splitlines()[-1])["results"]
+    assert [(each["side"], each["batch_size"]) for each in compared] == [("plain", 2), ("speculation", 2)]
+    assert all(each["low"] <= each["ratio"] <= each["high"] for each in compared)
+    refused = paceline("bench", "compare", str(files[0]), str(log))
+    assert (refused.exit_code, "a JSON document of paceline bench offline" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [('{"prompt": "x", "temperature": 1}', "nothing else"), ("{", "not JSON"), ("", "a prompt a line")],
+)
+def test_a_file_that_has_more_or_less_than_prompts_is_refused(
+    paceline: Any, tiny: str, tmp_path: Path, line: str, said: str
+) -> None:
+    prompts = tmp_path / "q.jsonl"
+    prompts.write_text(line + "\n")
+    for command in (("bench", "offline"), ("verify",), ("profile",)):
+        result = paceline(*command, tiny, "--prompts-file", str(prompts))
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ ANSWER = ("--temperature", "0", "--max-tokens", "12", "--dtype", "float32", "--i
 
 def test_a_page_is_written_with_its_tables(paceline: Any, tiny: str, tiny_draft: str, tmp_path: Path) -> None:
     output = tmp_path / "out.html"
-    result = paceline("trace", str(output), tiny, "-p", "abcabc", "--draft-model", tiny_draft, "-k", "3", *ANSWER)
+    rounds = tmp_path / "rounds.json"
+    options = ("-p", "abcabc", "--draft-model", tiny_draft, "-k", "3", "--json", str(rounds), *ANSWER)
+    result = paceline("trace", str(output), tiny, *options)
     assert result.exit_code == 0, result.stderr
+    document = json.loads(rounds.read_text())
+    assert [token for made in document["rounds"] for token in made["tokens"]][:12] == document["token_ids"]
+    assert sum(len(made["path"]) for made in document["rounds"]) >= document["metrics"]["accepted"]
+    assert all(len(made["texts"]) == len(made["draft_tokens"]) == len(made["parents"]) for made in document["rounds"])
     assert f"{output}: 12 tokens in " in result.stderr
     written = output.read_text()
     assert all(part in written for part in ("tokens by depth", "tokens by source", "draft model"))

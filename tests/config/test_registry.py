@@ -200,3 +200,45 @@ def test_a_configuration_with_objects_is_json_with_their_names() -> None:
     assert config.as_json() == EngineConfig(drafter="echo", num_speculative_tokens="careful").as_json()
     assert config.as_json()["drafter"] == "echo"
     assert (config.length_name, replace(config, num_speculative_tokens=4).length_name) == ("careful", "k=4")
+
+
+FILE = """
+import dataclasses
+from paceline.drafters import NgramDrafter
+from paceline.lengths import LengthPolicy
+
+@dataclasses.dataclass(frozen=True)
+class Sized:
+    size: int = 3
+
+class Mine(NgramDrafter):
+    name = "mine"
+
+class Two(LengthPolicy):
+    name = "two"
+    def choose(self, batch):
+        raise NotImplementedError
+
+nothing = Sized()
+"""
+
+
+def test_a_class_is_named_by_its_file_or_its_module(tmp_path: Path, sample: None) -> None:
+    path = tmp_path / "own drafter.py"
+    path.write_text(FILE)
+    config = EngineConfig(drafter=f"{path}:Mine", num_speculative_tokens=f"{path}:Two")
+    assert (config.drafter_kind.name, LENGTHS.get(config.num_speculative_tokens).name) == ("mine", "two")
+    assert config.drafter_kind is DRAFTERS.get(f"{path}:Mine"), "one class, however often it is named"
+    module = DRAFTERS.get("paceline_sample:Echo")
+    assert isinstance(module, type)
+    refused = {
+        f"{path}:nothing": "what it names is something else",
+        f"{path}:Absent": "AttributeError",
+        f"{path}x.py:Mine": "FileNotFoundError",
+        "paceline_nowhere:Mine": "ModuleNotFoundError",
+    }
+    for place, said in refused.items():
+        with pytest.raises(ParameterError, match=said):
+            EngineConfig(drafter=place).drafter_kind  # noqa: B018
+    with pytest.raises(ParameterError, match=r"path\.py:Class"):
+        EngineConfig(drafter="own drafter")

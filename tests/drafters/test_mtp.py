@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model_support import packed
+from model_support import NATIVE, packed, tiny
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.core.batch import SpeculationPlan
@@ -39,7 +39,16 @@ PARAMS = [
 ]
 
 
+def tiny_routed(name: str, seed: int = 0, **sizes: Any) -> Any:
+    """A random model of ``NATIVE`` with the vocabulary of these tests."""
+    kind, fields = NATIVE[name]
+    return tiny(kind, fields | {"vocab_size": VOCAB, "max_position_embeddings": 128} | sizes, seed=seed)
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
+    "deepseek_v3": functools.partial(tiny_routed, "deepseek_v3"),
+    "glm4_moe": functools.partial(tiny_routed, "glm4_moe", head_dim=16),
+    "glm4_moe_lite": functools.partial(tiny_routed, "glm4_moe_lite", hidden_size=48),
     "dense": tiny_qwen3_5,
     "experts": tiny_qwen3_5_moe,
     "next": functools.partial(tiny_qwen3_next, mlp_only_layers=[1]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from block_support import block_config, published_block, random_block, tiny_native_block
+from block_support import block_config, published_block, random_block, tiny_block, tiny_native_block
 from head_support import features_of
 from model_support import NATIVE, tiny
 from paceline import LLM
@@ -25,7 +25,7 @@ from paceline.kernels import native
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import AnyModel
 from paceline.models.native.model import NativeModel, Quantization
-from toy import VOCAB, RandomLength, make_engine, run, tiny_native
+from toy import VOCAB, RandomLength, answers, make_engine, run, tiny_native
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,12 +47,14 @@ def states(decoder: BlockDecoder, anchors: list[int], lengths: list[int], rows: 
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [(None, 0.02), ("int8", 0.06)])
-@pytest.mark.parametrize("causal", [None, False, True])
+@pytest.mark.parametrize(
+    ("kind", "causal"), [("anchor first", None), ("anchor first", True), ("dflash2", False), ("dflash2", None)]
+)
 def test_a_block_is_that_of_torch_and_the_same_bits_in_any_batch(
-    quantization: Quantization | None, tolerance: float, causal: bool | None
+    quantization: Quantization | None, tolerance: float, kind: str, causal: bool | None
 ) -> None:
     """The rows' texts are longer and shorter than a window, one is empty; one batch is larger than a pass."""
-    config = block_config("anchor first", 61, 72, (0, 1), head_dim=16)
+    config = block_config(kind, 61, 72, (0, 1), head_dim=16)
     assert config.block is not None
     config = replace(config, block=replace(config.block, causal=causal, embedding_scale=1.5))
     head = BlockHead(config)
@@ -75,7 +77,7 @@ def test_a_block_is_that_of_torch_and_the_same_bits_in_any_batch(
     expected = states(reference, anchors[:4], lengths[:4], [0, 1, 2, 3])
     error = (together[:4] - expected).norm() / expected.norm()
     assert error < tolerance
-    logits, near = model.logits(together[:4]), exact.logits(expected)
+    logits, near = whole.logits(together[:4]), exact.logits(expected)
     assert (logits - near).norm() / near.norm() < 2 * tolerance
 
 
@@ -84,14 +86,14 @@ def drafted_alone(target: AnyModel, model: NativeBlock, text: list[int], k: int)
     decoder = NativeBlockDecoder(model, ReferenceAttention(), 1, len(text))
     features = torch.stack(features_of(target, text[:-1], model.taps))[None]
     stored(decoder, features, [len(text) - 1], 1000)
-    found = BlockPass(model, states(decoder, text[-1:], [len(text) - 1], [0]))
+    found = BlockPass(decoder, states(decoder, text[-1:], [len(text) - 1], [0]))
     path = text[-1:]
     for _ in range(k):
         path.append(int(found.logits(torch.tensor([0]), torch.tensor([path])).argmax()))
     return path[1:]
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("dflash", 4), ("dspark", 256)])
+@pytest.mark.parametrize(("kind", "chunk"), [("dflash", 4), ("dspark", 256), ("dflash2", 7)])
 def test_draft_tokens_do_not_depend_on_the_batch(kind: str, chunk: int) -> None:
     """Prompts in chunks, siblings that copy a prompt, rows that move, rounds with drafts of any length."""
     target = tiny_native(1)
@@ -119,11 +121,8 @@ def test_draft_tokens_do_not_depend_on_the_batch(kind: str, chunk: int) -> None:
 
 
 @pytest.mark.usefixtures("no_requests")
-@pytest.mark.parametrize(("layout", "shares"), [("dflash", True), ("deepspec", False), ("dflash2", None)])
-def test_a_drafter_beside_a_native_target_uses_its_packed_ends(
-    tmp_path: Path, layout: str, shares: bool | None
-) -> None:
-    """None: the drafter has convolutions, so it runs in torch."""
+@pytest.mark.parametrize(("layout", "shares"), [("dflash", True), ("deepspec", False), ("dflash2", True)])
+def test_a_drafter_beside_a_native_target_uses_its_packed_ends(tmp_path: Path, layout: str, shares: bool) -> None:
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "head_dim": 16, "num_hidden_layers": 2}
     target = tiny("llama", NATIVE["llama"][1] | sizes)
     path = published_block(tmp_path, layout, head_dim=16)
@@ -131,12 +130,35 @@ def test_a_drafter_beside_a_native_target_uses_its_packed_ends(
     llm = LLM(target, path, drafter="feature", num_speculative_tokens=3, quantization="int8", **options)
     model, own = llm.engine.models.draft, llm.engine.models.target
     assert isinstance(own, NativeModel)
-    assert isinstance(model, NativeBlock) == (shares is not None)
-    if isinstance(model, NativeBlock):
-        heads = (model._packed.model.head.weights, own.packed_decoder.model.head.weights)
-        assert (heads[0] == heads[1]) == shares
-        assert model.precision.startswith("int8")
+    assert isinstance(model, NativeBlock)
+    heads = (model._packed.model.head.weights, own.packed_decoder.model.head.weights)
+    assert (heads[0] == heads[1]) == shares
+    assert model.precision.startswith("int8")
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3, n=2)
     (ours,), (plain,) = (each.generate([1, 2, 3, 4], params, use_tqdm=False) for each in (llm, llm.plain()))
     assert [answer.token_ids for answer in ours.outputs] == [answer.token_ids for answer in plain.outputs]
     assert sum(answer.metrics.drafted for answer in ours.outputs) > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "torch"])
+def test_a_drafter_may_score_a_part_of_its_vocabulary(kind: str) -> None:
+    target = tiny_native(1)
+    made = tiny_block(target, 72, "dspark") if kind == "torch" else tiny_native_block(target, 72, kind)
+    engine = make_engine(target, made, drafter="feature", draft_vocab_size=8, num_speculative_tokens=3)
+    (decoder,) = engine.parts.drafter.decoders
+    assert decoder.vocabulary is not None
+    drafted, propose = set[int](), engine.parts.drafter.propose
+
+    def asked(batch: Batch, plan: SpeculationPlan) -> Draft:
+        draft = propose(batch, plan)
+        for line in draft.draft_tokens:
+            assert set(line) <= set(decoder.vocabulary.tokens.tolist())
+            drafted.update(line)
+        return draft
+
+    engine.parts.drafter.propose = asked  # type: ignore[method-assign]
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8]]
+    params = [SamplingParams(temperature=temperature, max_tokens=20, seed=1) for temperature in (0.0, 1.0)]
+    ours, alone = (answers(run(each, prompts, params)) for each in (engine, make_engine(target)))
+    assert ours == alone
+    assert len(drafted) > 2

@@ -468,6 +468,22 @@ def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_se
     assert (counted("spec_decode_num_tree_drafts") > 0) == (width > 1)
     assert counted("spec_decode_num_tree_drafts") <= counted("spec_decode_num_drafts")
     assert sum(each.drafted for each in metrics) <= counted("spec_decode_num_draft_tokens")
+    for each in metrics:
+        assert sum(each.accepted_per_position) == each.accepted
+        assert sum(each.drafted_per_position) == each.drafted or width > 1
+        assert each.drafted_per_position[0] <= each.rounds
+        pairs = [*zip(each.accepted_per_position, each.drafted_per_position, strict=False)]
+        assert len(pairs) == len(each.accepted_per_position) <= 4
+        assert all(accepted <= drafted for accepted, drafted in pairs)
+
+    def at(name: str, position: int) -> float:
+        labels = {"position": str(position)}
+        return meter.registry.get_sample_value(f"paceline:spec_decode_num_{name}_tokens_per_pos_total", labels) or 0.0
+
+    for position in range(4):
+        drafted = sum(each.drafted_per_position[position] for each in metrics)
+        assert drafted <= at("draft", position) <= drafted + len(outputs), "the last round may be cut off"
+        assert at("accepted", position) <= at("draft", position)
     assert deepest == 4, "k is the depth of a tree, not its number of draft tokens"
     assert (meter.stats().saved_by_sibling or 0) > 0 or width == 1
 

@@ -282,12 +282,15 @@ class ReferenceDecoder:
         entering = []
         for index, layer in enumerate(self._layers):
             entering.append(x * spec.tap_scale)
-            weights, normed = layer.weights, norm(x, layer.weights.input_norm, spec.epsilon)
-            mix = context.recurrent if weights.recurrent else context.attention
-            mixed = mix(index, layer, normed)
-            between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
-            made = layer.mlp(x if weights.parallel else between, spec.epsilon)
-            x = between + norm(made, weights.mlp_out_norm, spec.epsilon)
+            weights, between = layer.weights, x
+            if weights.qkv is not None:
+                mix = context.recurrent if weights.recurrent else context.attention
+                mixed = mix(index, layer, norm(x, weights.input_norm, spec.epsilon))
+                between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
+            if weights.gate_up is not None or weights.experts is not None:
+                made = layer.mlp(x if weights.parallel else between, spec.epsilon)
+                between = between + norm(made, weights.mlp_out_norm, spec.epsilon)
+            x = between
             if weights.input is not None:
                 assert vectors is not None
                 x = x + layer.token_input(x, vectors[:, index], spec.epsilon)
@@ -417,7 +420,9 @@ class _ReferenceLinear:
 class _ReferenceLayer:
     def __init__(self, weights: LayerWeights, make: Callable[[LinearWeights], _ReferenceLinear]) -> None:
         self.weights = weights
-        self.qkv, self.attention_out = make(weights.qkv), make(weights.attention_out)
+        pair = _made(make, weights.qkv, weights.attention_out)
+        if pair is not None:
+            self.qkv, self.attention_out = pair
         self._mlp = _made(make, weights.gate_up, weights.down)
         latent, experts = weights.latent, weights.experts
         self.query_up = None if latent is None or latent.query_up is None else make(latent.query_up)
@@ -430,8 +435,9 @@ class _ReferenceLayer:
         self.input_gate = None if part is None else make(part.gate)
         self.input_out = None if part is None else make(part.out)
         gates = None if weights.recurrent is None else weights.recurrent.gates
-        to: ReferenceFormat = "fp32" if self.qkv.to == "fp32" else GATES_FORMAT
-        self.gates = None if gates is None else _ReferenceLinear(gates, to)
+        self.gates = None
+        if gates is not None:
+            self.gates = _ReferenceLinear(gates, "fp32" if self.qkv.to == "fp32" else GATES_FORMAT)
 
     def mlp(self, x: Tensor, epsilon: float) -> Tensor:
         """The output of the MLP, of the experts, or of both [N, width], from the hidden states."""
@@ -443,6 +449,7 @@ class _ReferenceLayer:
         scores = functional.linear(normed if norms is None else norm(x, norms.router, epsilon), experts.router.float())
         if experts.shared_gate:
             dense = dense * scores[:, -1:].sigmoid()
+        dense = dense * experts.shared_scale
         read = normed if norms is None else norm(x, norms.before, epsilon)
         mixed = self._mixed(read, scores[:, : len(experts.down)], experts)
         if norms is None:

@@ -180,7 +180,14 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
     writer = begun(path, form.architectures[0], config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    if "full_attention" in rope and family.model_type == "mellum":
+        writer.add_float32(f"{form.architectures[0]}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        writer.add_array(
+            f"{form.architectures[0]}.attention.sliding_window_pattern",
+            [kind == "sliding_attention" for kind in config.layer_types],
+        )
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1.0) ** (dim / (dim - 2)))
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "sliding_window", None):
@@ -199,10 +206,11 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
         writer.add_tensor("rope_freqs.weight", (plain / theirs.model.rotary_emb.inv_freq).numpy())
@@ -229,6 +237,9 @@ def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None
         index = parts[1] if parts[0] == "layers" else ""
         part = parts[-1]
         stored = tensor + 1 if part in family.safetensors.plus_one and suffix == "weight" else tensor
+        if part in family.safetensors.by_head:
+            stored = stored.unflatten(0, (-1, 3, dim)).transpose(0, 1).flatten(0, 2)
+        stored = stored.mT if part in family.safetensors.transposed and stored.dim() == 2 else stored
         stored = stored[0] if len(stored) == 1 else stored  # llama.cpp has vectors of such matrices
         if form.paired and part in ("q", "k"):
             heads = config.num_attention_heads if part == "q" else config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""Granite 4 and Bamba from GGUF files, written here with the names and shapes of llama.cpp's converter."""
+"""Granite 4, Bamba and Nemotron-H from GGUF files, written here with the names and shapes of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from gguf_support import begun, finish
 from model_support import packed
 from paceline.kernels import native
 from paceline.models.load.loading import load_model, open_checkpoint
-from recurrent_support import GRANITE_SIZES, on_kernels, tiny_bamba, tiny_granite_hybrid
+from recurrent_support import GRANITE_SIZES, on_kernels, tiny_bamba, tiny_granite_hybrid, tiny_nemotron
 from toy import VOCAB
 
 _NAMES = {
@@ -50,14 +51,72 @@ def converted(name: str, values: Tensor, config: Any) -> Tensor:
     for part, heads in (("attn_q.", config.num_attention_heads), ("attn_k.", config.num_key_value_heads)):
         if part in name:  # by rotary pairs (i, i + 1)
             return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
-    if "ssm_norm" in name:
+    if "ssm_norm" in name and values.dim() == 1:
         return values.view(config.mamba_n_groups, -1)
     if name.endswith(("ssm_a", "ssm_d")):
         return (-values.exp() if name.endswith("ssm_a") else values)[:, None]
     return values.squeeze(1) if "conv1d.weight" in name else values
 
 
+_NEMOTRON_NAMES = {
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "mixer.norm": "ssm_norm",
+    **{f"mixer.{name.partition('.')[2]}": called for name, called in _NAMES.items() if name.startswith("mamba.")},
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "mixer.o_proj": "attn_output",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate": "ffn_gate_inp",
+    **{f"mixer.experts.{part}_proj": f"ffn_{part}_exps.weight" for part in ("up", "down")},
+    **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
+    **{f"mixer.{part}_proj": f"ffn_{part}" for part in ("up", "down")},
+    ".norm.": ".attn_norm.",
+}
+
+
+def write_nemotron(path: Path, theirs: PreTrainedModel) -> Path:
+    config, kinds = theirs.config, theirs.config.layer_types
+    architecture = "nemotron_h_moe" if "moe" in kinds else "nemotron_h"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(len(kinds))
+    writer.add_embedding_length(config.hidden_size)
+    inner = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
+    writer.add_feed_forward_length([inner if kind in ("moe", "mlp") else 0 for kind in kinds])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    if "moe" in kinds:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+    writer.add_token_list([str(token) for token in range(VOCAB)])
+    for name, values in theirs.state_dict().items():
+        for theirs_name, called in _NEMOTRON_NAMES.items():
+            name = name.replace(theirs_name, called)
+        if "ssm_norm" in name:
+            values = values.view(config.n_groups, -1)
+        writer.add_tensor(name, converted(name, values, config).contiguous().numpy())
+    finish(writer)
+    return path
+
+
 def write(path: Path, theirs: PreTrainedModel) -> Path:
+    if theirs.config.model_type == "nemotron_h":
+        return write_nemotron(path, theirs)
     config, tensors = theirs.config, theirs.state_dict()
     granite = config.model_type == "granitemoehybrid"
     writer = begun(path, "granitehybrid", config)
@@ -101,6 +160,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "experts": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["experts"]),
     "rotated": lambda: tiny_granite_hybrid(2, **{**GRANITE_SIZES["rotated"], "conv_bias": True}),
     "bamba": lambda: tiny_bamba(2),
+    "nemotron": lambda: tiny_nemotron(2, "m-fm-", time_step_min=0.001),
+    "nemotron with experts": lambda: tiny_nemotron(2, "mefme", time_step_min=0.001, topk_group=1, n_group=1),
 }
 
 

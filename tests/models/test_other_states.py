@@ -24,7 +24,15 @@ from paceline.models.load.loading import load_model
 from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from recurrent_support import GRANITE_SIZES, LFM2_SIZES, on_kernels, reference_of, tiny_granite_hybrid, tiny_lfm2
+from recurrent_support import (
+    GRANITE_SIZES,
+    LFM2_SIZES,
+    on_kernels,
+    reference_of,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_nemotron,
+)
 from toy import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     **{f"lfm2 {name}": (tiny_lfm2, sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": (tiny_granite_hybrid, sizes) for name, sizes in GRANITE_SIZES.items()},
+    "nemotron": (tiny_nemotron, {}),
 }
 TOKENS = [(7 * place + 1) % VOCAB for place in range(70)]
 

@@ -37,6 +37,7 @@ from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_native_recurrent,
+    tiny_nemotron,
     tiny_qwen3_5,
     tiny_qwen3_next,
     tiny_recurrent,
@@ -55,11 +56,13 @@ MODELS: dict[str, Callable[[], AnyModel]] = {
     "lfm2 int4": lambda: on_kernels(tiny_lfm2(1), "int4"),
     "granite bf16": lambda: on_kernels(tiny_granite_hybrid(), None),
     "granite int8": lambda: on_kernels(tiny_granite_hybrid(**GRANITE_SIZES["grouped"])),
+    "nemotron int8": lambda: on_kernels(tiny_nemotron()),
 }
 THEIRS: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: functools.partial(tiny_qwen3_5, **sizes) for name, sizes in SIZES.items()},
     **{f"lfm2 {name}": functools.partial(tiny_lfm2, **sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": functools.partial(tiny_granite_hybrid, **sizes) for name, sizes in GRANITE_SIZES.items()},
+    "nemotron": functools.partial(tiny_nemotron, kinds="m-fm-"),
 }
 _rng = random.Random(2)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]

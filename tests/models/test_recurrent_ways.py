@@ -26,6 +26,7 @@ from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
+    tiny_nemotron,
     tiny_qwen3_5_moe,
     tiny_qwen3_next,
 )
@@ -102,6 +103,10 @@ def random_granite_moe(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_granite_hybrid(seed, **GRANITE_SIZES["experts"]), chance, path)
 
 
+def random_nemotron(chance: random.Random, seed: int, path: Path) -> Subject:
+    return of_other_kind(tiny_nemotron(seed, "".join(chance.sample("mef-", 4)) + "m"), chance, path)
+
+
 def of_other_kind(theirs: PreTrainedModel, chance: random.Random, path: Path) -> Subject:
     theirs.save_pretrained(path)
     return Subject(theirs, load_model(path, dtype=torch.float32), None, chance)
@@ -129,9 +134,10 @@ KINDS = {
     "lfm2_moe": random_lfm2_moe,
     "granite": random_granite,
     "granite_moe": random_granite_moe,
+    "nemotron": random_nemotron,
 }
 WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
-WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe"  # which no device runs whole rounds of
+WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe", "nemotron"  # which no device runs whole rounds of
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:

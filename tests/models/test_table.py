@@ -19,6 +19,7 @@ from gemma4_support import SIZES, tiny_gemma4
 from gemma4_support import write_gguf as written_gemma4
 from model_support import NATIVE, random_tokens, tiny
 from models.test_families import _written
+from models.test_latent_gguf import write as written_latent
 from models.test_lfm2_gguf import write as written_lfm2
 from models.test_mamba2_gguf import write as written_mamba2
 from models.test_qwen3_5_gguf import write as written_qwen3_5
@@ -34,6 +35,7 @@ from recurrent_support import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
+    tiny_nemotron,
     tiny_qwen3_5,
     tiny_qwen3_5_moe,
     tiny_qwen3_next,
@@ -48,7 +50,8 @@ ROWS, TOKENS = 8, 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
-LATENT, ROUTED = ("minicpm3", "youtu"), ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+PUBLISHED_MINICPM3 = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": False}
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
 LAYERS = {
     "gemma3_text": 6,
@@ -94,7 +97,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
                 "arcee",
                 "apertus",
             ),
-            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat"),
+            *("jais2", "nemotron", "stablelm", "stablelm in parallel", "olmo", "nanochat", "gpt_neox", "hyperclovax"),
+            *("aria_text", "cohere2_moe", "phimoe"),
         )
     },
     "gemma2": functools.partial(of_table, "gemma2", **HEADS, query_pre_attn_scalar=16),
@@ -111,14 +115,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2": tiny_lfm2,
     "lfm2_moe": tiny_lfm2_moe,
     "granitemoehybrid": tiny_granite_hybrid,
-    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in (*LATENT, *ROUTED)},
     "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
     "bamba": tiny_bamba,
+    "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
+    **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
+    "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
-    "gpt2": functools.partial(of_table, "gpt2", n_embd=64),
+    **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
-# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell
-UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
+# Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell; limits of steps and
+# MLPs among experts
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers", "nemotron_h"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
@@ -128,6 +135,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
     "granitemoehybrid": written_mamba2,
+    **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "deepseek_v3"), written_latent),
 }
 
 

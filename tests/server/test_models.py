@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -131,3 +132,23 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_alone(tiny: str) -> No
             refused = live.post("/v1/completions", {**BODY, "model": model})
             assert (refused.status_code, said in refused.text) == (status, True)
         assert text(live, "tiny")
+
+
+def test_a_server_that_ends_while_it_loads_waits_for_nobody(tiny: str) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(_: int | None) -> LLM:
+        begun.set()
+        release.wait(30)
+        raise ModelFormatError("given up")
+
+    try:
+        with (
+            serving(tiny, {"a": ModelSource("nowhere", slow)}) as live,
+            live.asking("/v1/completions", {**BODY, "model": "a"}),
+        ):
+            assert begun.wait(30)
+            began = time.monotonic()
+        assert time.monotonic() - began < 10
+    finally:
+        release.set()

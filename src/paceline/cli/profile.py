@@ -11,6 +11,7 @@ import typer
 from paceline.cli.console import Sheet, bars, latency_table, note, stdout
 from paceline.cli.document import checked_plot, command_line, end
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, Repeats, refuse_given, whole_numbers
+from paceline.cli.questions import PromptsFile, questions_in, tokens_of
 from paceline.core.outputs import Latency
 from paceline.errors import ParameterError
 
@@ -33,6 +34,7 @@ def profile(
     ] = DEFAULT_MAX_K,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=4, help="Tokens of every answer.")] = DEFAULT_TOKENS,
     repeats: Repeats = DEFAULT_REPEATS,
+    prompts_file: PromptsFile = None,
     output: Annotated[Path, typer.Option("--output", help="The profile; the plot has the same name with .png.")] = Path(
         "profile.json"
     ),
@@ -50,9 +52,10 @@ def profile(
         )
     if engine.drafter is None:
         raise ParameterError("--drafter", "none", "a drafter: without draft tokens there is nothing to profile")
+    asked = [] if prompts_file is None else questions_in(prompts_file)
     sweep = Sweep.quick() if quick else Sweep(sizes, max_k, max_tokens, repeats)
     llm = replace(engine, num_speculative_tokens=sweep.max_k).load(model, quiet)
-    prompts = [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]
+    prompts = [tokens_of(llm, job) for job in asked] or [llm.requests.tokenizer.encode(prompt) for prompt in PROMPTS]
     measured, fit = run_profile(llm, prompts, sweep, bars(quiet))
     measured.save(output)
     draw(measured, fit, plot, llm.engine.describe())

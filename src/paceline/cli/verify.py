@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.console import Sheet, stdout
-from paceline.cli.jobs import Failure, Job, parse_lines
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -20,10 +18,9 @@ from paceline.cli.options import (
     speculation_length,
     whole_numbers,
 )
+from paceline.cli.questions import PromptsFile, questions_in, tokens_of
 from paceline.config import AcceptanceName, SamplingParams
-from paceline.config.files import read_text
 from paceline.config.limits import MAX_ANSWERS
-from paceline.errors import ParameterError
 from paceline.progress import Bar
 from paceline.tools.bench.prompts import COPYING, FORKED, OPEN
 
@@ -38,9 +35,7 @@ def verify(
     engine: EngineFlags,
     model: Model = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable.")] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts-file", help="JSON lines. Without prompts, built-in ones are used.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Batch sizes, separated by commas.")] = "1,8",
     lengths: Annotated[str, typer.Option("--lengths", help="Speculation lengths, separated by commas.")] = "4,bass",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of each compared answer.")] = 32,
@@ -59,10 +54,11 @@ def verify(
     from paceline.tools.evaluation.lossless import compare_with_plain, distribution_test
 
     sizes, ks = whole_numbers("--batch-sizes", batch_sizes), [speculation_length(part) for part in lengths.split(",")]
-    texts = _texts(prompt, prompts_file)
+    asked = [] if prompts_file is None else questions_in(prompts_file)
     llm = engine.load(model, quiet)
     check_draft_tokens(llm, engine.drafter)
-    prompts = [_encode(llm, text) for text in texts or [*COPYING[:4], *OPEN[:4]]]
+    own = [*(_encode(llm, text) for text in prompt or ()), *(tokens_of(llm, job) for job in asked)]
+    prompts = own or [_encode(llm, text) for text in [*COPYING[:4], *OPEN[:4]]]
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
     comparisons: list[Comparison] = []
@@ -73,24 +69,10 @@ def verify(
                 comparisons.append(comparison)
                 bar.change(advance=1)
         for rule in rules:
-            tests.append(distribution_test(llm, prompts[0] if texts else _encode(llm, FORKED), rule, samples))
+            tests.append(distribution_test(llm, prompts[0] if own else _encode(llm, FORKED), rule, samples))
             bar.change(advance=1)
     if not report(llm, comparisons, tests):
         raise typer.Exit(1)
-
-
-def _texts(prompt: list[str] | None, prompts_file: Path | None) -> list[str]:
-    texts = list(prompt or ())
-    if prompts_file is not None:
-        for entry in parse_lines(read_text("--prompts-file", prompts_file).split("\n"), SamplingParams()):
-            if isinstance(entry, Failure):
-                raise entry.located
-            alone = Job(entry.where, SamplingParams(), entry.prompt, references=[])
-            if not isinstance(entry.prompt, str) or entry != alone:
-                allowed = "lines with a text as prompt and nothing else: verify samples each in its own ways"
-                raise ParameterError("--prompts-file", entry.where, allowed)
-            texts.append(entry.prompt)
-    return texts
 
 
 def _encode(llm: LLM, text: str) -> list[int]:

@@ -46,8 +46,9 @@ class EngineConfig:
         DRAFTERS,
         Help(
             "Source of draft tokens: model, feature (a trained head), mtp (the head in the model's own files), ngram "
-            "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), or a name that a package "
-            "adds. auto is hybrid with a draft model or a head, else ngram; on CUDA model with a draft model.",
+            "(prompt lookup), hybrid (ngram, else model or head), none (plain decoding), a name that a package adds, "
+            "module:Class or path.py:Class. auto is hybrid with a draft model or a head, else ngram; on CUDA model "
+            "with a draft model.",
             more='"model", "hybrid" and "feature" need ``draft_model``. In Python None is plain decoding. An object is '
             "a ``paceline.drafters.Drafter``: a class, or a pattern of which each engine uses a copy.",
         ),
@@ -56,7 +57,7 @@ class EngineConfig:
         DraftTokenCount | Annotated[str | LengthKind, LENGTHS],
         Help(
             "Draft tokens a round: a number, auto (chosen by measured costs and acceptance), bass (by the last round's "
-            "acceptance), profiled (by a profile), or a length policy that a package adds.",
+            "acceptance), profiled (by a profile), a length policy that a package adds, module:Class or path.py:Class.",
             "--num-speculative-tokens",
             "-k",
             more='"auto" takes as many as pay at the measured cost and acceptance, 0 where none do. "bass" is BASS, '

@@ -1,13 +1,20 @@
 """Drafters and length policies by name; other packages may add some.
 
-paceline's own are listed here; other packages add theirs by entry points. A part is imported when its name is used.
+paceline's own are listed here; other packages add theirs by entry points. ``module:Class`` and ``path.py:Class`` name
+one without either. A part is imported when its name is used.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from paceline.config.ranges import check
@@ -65,6 +72,25 @@ class LengthKind(Protocol):
 
 
 Kind = TypeVar("Kind", DrafterKind, LengthKind)
+_PLACE = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+@cache  # a class must stay the same object, however often it is named
+def _object_at(place: str) -> Any:
+    """The object that ``module:name`` or ``path.py:name`` names. Raises what importing it raises."""
+    match = _PLACE.fullmatch(place)
+    assert match is not None, "Registry.take has looked"
+    module, name = match["module"], match["name"]
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), name)
+    path = Path(module).expanduser().resolve()
+    title = f"paceline_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(title, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    made = sys.modules[title] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(made)
+    return getattr(made, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +117,14 @@ class Registry(Generic[Kind]):
     @property
     def allowed(self) -> str:
         named = ", ".join(map(repr, (*self.words, *self.names)))
-        return f"one of {named} (a package adds to them by an entry point in {self.group}), or {self.what}"
+        return (
+            f"one of {named} (a package adds to them by an entry point in {self.group}), the place of one as "
+            f"module:Class or path.py:Class, or {self.what}"
+        )
 
     def take(self, name: str, value: Any) -> Any:
         if isinstance(value, str):
-            known = value in self.words or value in self.own or value in self.names
+            known = value in self.words or value in self.own or _PLACE.fullmatch(value) or value in self.names
         else:
             known = isinstance(value, self.kind)
         if not known:  # ``allowed`` is made for errors only: it reads all installed packages' metadata
@@ -108,13 +137,13 @@ class Registry(Generic[Kind]):
 
     def _load(self, name: str) -> Kind:
         try:
-            loaded = self._place(name).load()
+            loaded = _object_at(name) if _PLACE.fullmatch(name) else self._place(name).load()
         except ParameterError:
             raise
         except Exception as error:  # an import of another package may raise anything
-            allowed = f"a name whose package can be imported: {type(error).__name__}: {error}"
+            allowed = f"a name whose package or file can be imported: {type(error).__name__}: {error}"
             raise ParameterError(self.field, name, allowed) from error
-        check(isinstance(loaded, self.kind), self.field, name, f"{self.what}; its entry point is something else")
+        check(isinstance(loaded, self.kind), self.field, name, f"{self.what}; what it names is something else")
         return cast(Kind, loaded)
 
     def _place(self, name: str) -> EntryPoint:

@@ -51,6 +51,8 @@ class Metrics:
     cached_tokens: prompt tokens whose keys and values were copied from an earlier prefill.
     rounds: target passes that decoded the answer, without prefill.
     drafted, accepted: number of draft tokens verified, and of those accepted.
+    drafted_per_position, accepted_per_position: rounds whose verified draft was at least 1, 2, ... tokens deep, and
+        those that accepted as many. The rate of a position is their quotient, given that those before were drafted.
     saved_by_sibling: rounds that accepted a lower-ranked sibling in a tree, where a chain would have ended.
     synthetic_acceptance: fixed acceptance probability of a benchmark, whose text is meaningless; None otherwise.
     """
@@ -66,6 +68,8 @@ class Metrics:
     drafted: int = 0
     accepted: int = 0
     saved_by_sibling: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
     synthetic_acceptance: float | None = None
 
     @property

@@ -94,7 +94,7 @@ class FeatureDrafter(ModelDrafter):
     def _draft_pass(self, batch: Batch, k: int) -> DraftPass:
         missing = self._missing(batch)  # a large backlog is read here
         if isinstance(self.head, BlockDecoder):
-            return self.head.draft_pass(batch)
+            return self.head.draft_pass(batch, k)
         return cast(TorchHeadDecoder, self.head).draft_pass(batch, missing, k)
 
     def _chance(self, choices: Choices, draft_token: Tensor, batch: Batch, draft_tokens: Tensor) -> Tensor:

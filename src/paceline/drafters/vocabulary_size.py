@@ -97,6 +97,6 @@ def _why_whole(draft: AnyModel, scores_subset: bool, config: EngineConfig) -> st
     if draft.device.type != "cpu" or config.rounds == "device":
         return "rounds of a device score the whole vocabulary"
     if _pass_bytes(draft) is None:
-        own = isinstance(draft, HeadModel)
-        return f"{draft.name} has {'a short vocabulary of its own' if own else 'no output head that can be divided'}"
+        own = "a short vocabulary of its own, or capped logits"
+        return f"{draft.name} has {own if isinstance(draft, HeadModel) else 'no output head that can be divided'}"
     return None

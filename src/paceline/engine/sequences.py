@@ -189,7 +189,17 @@ def _gain(sequence: Sequence, verdict: Verdict, row: int, now: float, at_limit: 
     metrics.drafted += verdict.verified(row, kept)
     metrics.accepted += min(accepted, kept)
     metrics.saved_by_sibling += verdict.saved_by_sibling(row, kept)
+    depth = verdict.depths[row]
+    _count_positions(metrics.drafted_per_position, depth if kept > accepted else min(depth, kept))
+    _count_positions(metrics.accepted_per_position, min(accepted, kept))
     metrics.output_tokens = len(output.token_ids)
+
+
+def _count_positions(counts: list[int], reached: int) -> None:
+    """Count one more round that reached positions 1 to ``reached``."""
+    counts += [0] * (reached - len(counts))
+    for position in range(reached):
+        counts[position] += 1
 
 
 def _why_undrawn(sequence: Sequence, reason: int) -> Exception:

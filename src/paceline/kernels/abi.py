@@ -116,7 +116,7 @@ class CRecurrent(Structure):
 
     _fields_ = (
         ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
-        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
+        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float), ("least_step", c_float),
     )
 
 
@@ -150,7 +150,8 @@ class CExperts(Structure):
     _fields_ = (
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
-        ("group_best", c_int32), ("correction", c_void_p), ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("group_best", c_int32), ("margin", c_float), ("correction", c_void_p), ("shared_scale", c_float),
+        ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
     )
 
 
@@ -161,6 +162,14 @@ class CLatent(Structure):
         ("query_up", CLinear), ("absorb", POINTER(CLinear)), ("expand", POINTER(CLinear)), ("query_norm", c_void_p),
         ("norm", c_void_p), ("query_rank", c_int32), ("rank", c_int32), ("rotary_dim", c_int32), ("key_dim", c_int32),
         ("value_dim", c_int32), ("epsilon", c_float),
+    )
+
+
+class CBlockConv(Structure):
+    """csrc: BlockConv."""
+
+    _fields_ = (
+        ("project", CLinear), ("base", c_void_p), ("taps", c_int32), ("group", c_int32),
     )
 
 
@@ -184,7 +193,8 @@ class CLayer(Structure):
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
         ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
-        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("changes", POINTER(CLowRank) * 4),
+        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("convs", POINTER(CBlockConv)),
+        ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -380,7 +390,7 @@ class CRoundCall(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CLowRank, CLayer, CFusion,
+    CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CBlockConv, CLowRank, CLayer, CFusion,
     CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
     CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
@@ -428,4 +438,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9367cb5f6ccc6b45"
+INTERFACE = "9469da62fdda0f41"

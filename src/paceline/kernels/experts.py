@@ -18,6 +18,8 @@ class Routing:
     groups, used_groups: the experts lie in ``groups`` equal groups, and those of a token are in the ``used_groups``
         groups whose ``group_best`` highest values have the largest sums: 2 in DeepSeek-V3 (arXiv 2412.19437, section
         2.1.2), 1 in DeepSeek-V2 (arXiv 2405.04434, section 2.2.2).
+    margin: if above 0, an expert's weight is its share in a softmax over the experts that were not chosen before it and
+        whose scores are at most this fraction below its own (SparseMixer-v2, arXiv 2409.12136, as it infers).
     """
 
     used: int
@@ -26,6 +28,7 @@ class Routing:
     groups: int = 1
     used_groups: int = 1
     group_best: int = 2
+    margin: float = 0.0
 
 
 def route(scores: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -37,12 +40,26 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None = None) ->
     chances = scores.sigmoid() if routing.sigmoid else scores.softmax(-1)
     values = scores if correction is None else chances + correction
     order = _in_best_groups(values, routing).sort(stable=True, dim=-1, descending=True)[1][:, : routing.used]
+    if routing.margin > 0:
+        return _shares(scores, order, routing.margin), order
     weights = chances.gather(-1, order)
     if routing.normalised and not routing.sigmoid:
         weights = scores.gather(-1, order).softmax(-1)
     elif routing.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, order
+
+
+def _shares(scores: Tensor, order: Tensor, margin: float) -> Tensor:
+    """Return the weights [N, used] of the chosen experts, by ``Routing.margin``."""
+    left, weights = scores, []
+    for rank in range(order.shape[-1]):
+        expert = order[..., rank : rank + 1]
+        top = scores.gather(-1, expert)
+        far = (top - scores) / scores.abs().maximum(top) > margin
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert))
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, -1)
 
 
 def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:

@@ -47,6 +47,7 @@ class Mamba2:
     Its first matrix gives the channels, then a gate for each element of the output. gates: the steps of the heads.
     conv [channels, taps], conv_bias [channels] or None. rate [H]: -exp(A_log). bias [H]: added to the step's input.
     skip [H]: factor of x in the output. norm [H P]: of the output, group by group. epsilon: of that norm.
+    least_step: steps are at least this.
     """
 
     heads: Mamba2Heads
@@ -58,6 +59,7 @@ class Mamba2:
     skip: Tensor
     norm: Tensor
     epsilon: float
+    least_step: float = 0.0
 
     def shape(self, layers: int) -> StateShape:
         """Return what a slot keeps of ``layers`` layers: channels, then the steps; state [H, S, P]."""
@@ -69,7 +71,8 @@ class Mamba2:
         """Return channels and steps [n, channels + H], and the gates of the output [n, H P]."""
         assert gates is not None
         channels, out_gate = projected.tensor_split([self.heads.channels], dim=1)
-        return torch.cat([channels, functional.softplus(gates + self.bias.float())], 1), out_gate
+        steps = functional.softplus(gates + self.bias.float()).clamp(min=self.least_step)
+        return torch.cat([channels, steps], 1), out_gate
 
     def append(self, state: Tensor, window: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output [H, P] of a token and the state after it [H, S, P]. gates [H]: its steps."""

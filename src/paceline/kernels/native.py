@@ -303,6 +303,12 @@ def _layers(taps: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 _NO_TAPS = _layers(()), None
 
 
+def multiply(kernels: Kernels, linear: CLinear, x: Tensor, out: Tensor) -> None:
+    """Fill out [N, outputs] with the products of a packed layer and x [N, padded inputs], both float32."""
+    place = current_pool(kernels).handle, ctypes.addressof(linear), x.data_ptr(), x.shape[0]
+    kernels.library.pl_linear(kernels.handle, *place, 0, out.data_ptr(), out.shape[1])
+
+
 class NativeDecoder:
     """A decoder in the library; keeps the tensors alive that the library points to.
 

@@ -116,7 +116,7 @@ class ExpertsWeights:
     gate_up, down: of each expert, all of one shape; as in ``LayerWeights``.
     routing: how the experts and the weights of their outputs follow from the scores.
     router_bias: added to the scores. correction: [experts], float32, added to the probabilities for the choice alone.
-    factors: [experts], of the experts' outputs; None: 1.
+    factors: [experts], of the experts' outputs; None: 1. shared_scale: factor of the MLP's output, without a gate.
     norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
     """
 
@@ -127,6 +127,7 @@ class ExpertsWeights:
     router_bias: Tensor | None = None
     correction: Tensor | None = None
     factors: Tensor | None = None
+    shared_scale: float = 1.0
     norms: ExpertsNorms | None = None
 
     @property
@@ -199,9 +200,22 @@ class TokenTableWeights:
         return self.norm.shape[0]
 
 
+class BlockConvWeights(NamedTuple):
+    """A grouped convolution over a block, around attention or an MLP (``drafters.heads.block.GroupedConvolution``).
+
+    base [2, taps, width]; project: to [2, taps, groups]. group: channels of a group.
+    """
+
+    base: Tensor
+    project: LinearWeights
+    group: int
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
+
+    qkv and attention_out are None where the layer has an MLP or experts alone; reads_only is then true.
 
     plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
     parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
@@ -220,11 +234,11 @@ class LayerWeights:
     input: what the layer adds of its token's vector (``NativeSpec.inputs``).
     scale_out: [1], a factor of the layer's output; the last part that is added must have a norm behind it.
     latent: of latent attention, whose heads are those of the absorbed form; None: keys and values of its own heads.
-    looks_ahead: whether the tokens of a block see those behind them.
+    looks_ahead: whether the tokens of a block see those behind them. convs: around attention, and around the MLP.
     """
 
-    qkv: LinearWeights
-    attention_out: LinearWeights
+    qkv: LinearWeights | None
+    attention_out: LinearWeights | None
     gate_up: LinearWeights | None
     down: LinearWeights | None
     input_norm: Tensor | None = None
@@ -254,13 +268,14 @@ class LayerWeights:
     parallel: bool = False
     cap: float | None = None
     looks_ahead: bool = False
+    convs: tuple[BlockConvWeights, BlockConvWeights] | None = None
 
     @property
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
-        dense = (self.gate_up, self.down)
         of_latent = () if self.latent is None else self.latent.linears
-        return self.qkv, self.attention_out, *of_latent, *(linear for linear in dense if linear is not None)
+        linears = (self.qkv, self.attention_out, *of_latent, self.gate_up, self.down)
+        return tuple(linear for linear in linears if linear is not None)
 
 
 @dataclass(frozen=True)

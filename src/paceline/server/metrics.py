@@ -125,6 +125,11 @@ class Meter:
         self._accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the draft.", "position"
         )
+        self._drafted_at = counter(
+            "spec_decode_num_draft_tokens_per_pos",
+            "Drafts that were verified, by position that they reached.",
+            "position",
+        )
         self._trees = counter("spec_decode_num_tree_drafts", "Drafts that were trees with branches.")
         self._saved = counter(
             "spec_decode_num_saved_by_sibling",
@@ -250,6 +255,8 @@ class Meter:
                 self._saved.inc(round_.saved)
             self._draft_tokens.inc(round_.drafted)
             self._accepted.inc(round_.accepted)
+            for place in range(round_.k):
+                self._drafted_at.labels(place).inc(sum(depth > place for depth in verdict.depths))
         for place in range(max(verdict.accepted)):
             self._accepted_at.labels(place).inc(sum(accepted > place for accepted in verdict.accepted))
 

@@ -10,11 +10,11 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -143,13 +143,25 @@ class ServedModels:
             self._count_user(place)
             return
         connected = True
-        task = asyncio.ensure_future(self._load(place, lambda: connected))
+        task = self._kept(self._load(place, lambda: connected))
         try:
             await while_connected(receive, asyncio.shield(task))
         except ClientGoneError:
             connected = False  # a load that has begun goes on; one that waits in line does not begin
-            task.add_done_callback(lambda ended: None if ended.exception() else self._release(place))
+            task.add_done_callback(lambda ended: self._forget(place, ended))
             raise
+
+    def _forget(self, place: Place, ended: asyncio.Task[None]) -> None:
+        """Release a model whose client has gone, if it was counted as a user."""
+        if not ended.cancelled() and ended.exception() is None:
+            self._release(place)
+
+    def _kept(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task, and keep it until it ends or the server does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _load(self, place: Place, is_wanted: Callable[[], bool]) -> None:
         """Load a model when it is its turn, and count one user. Raises ApiError."""
@@ -233,9 +245,7 @@ class ServedModels:
             place.timer = asyncio.get_running_loop().call_later(place.unload_after, self._begin_expiry, place)
 
     def _begin_expiry(self, place: Place) -> None:
-        task = asyncio.create_task(self._expire(place))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._kept(self._expire(place))
 
     async def _expire(self, place: Place) -> None:
         async with self._turn:
@@ -263,7 +273,11 @@ class ServedModels:
         yield from (place.context.service for place in self.others.values() if place.context is not None)
 
     async def stop(self) -> None:
-        """Unload all models."""
+        """Unload all models. One that is being loaded is given up."""
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for place in self.others.values():
             if place.timer is not None:
                 place.timer.cancel()

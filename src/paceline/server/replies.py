@@ -50,6 +50,8 @@ class AnswerMetrics(BaseModel):
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     saved_by_sibling: int
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
     ttft_ms: float | None
     ms_per_token: float | None
     queue_ms: float | None
@@ -68,6 +70,8 @@ class AnswerMetrics(BaseModel):
             acceptance_rate=measured.acceptance_rate,
             mean_acceptance_length=measured.mean_acceptance_length,
             saved_by_sibling=measured.saved_by_sibling,
+            drafted_per_position=measured.drafted_per_position,
+            accepted_per_position=measured.accepted_per_position,
             ttft_ms=None if first is None else 1000 * first,
             ms_per_token=measured.ms_per_token,
             queue_ms=None if started is None else 1000 * (started - measured.arrival_time),

@@ -82,6 +82,24 @@ def test_the_longest_draft_takes_several_tiles(tiles: str) -> None:
     compare(RaggedAttention(tiles=TILES[tiles]), torch.randn(2, 3, new, 16), cache, where, 70, scale=None, window=None)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("tiles", FEW_TILES)
+def test_the_queries_of_a_block_see_each_other(tiles: str, window: int | None) -> None:
+    cache = ragged_cache([9, 40], 2, 60, 16, 5)
+    where = torch.tensor([[4], [35]], device=DEVICE) + torch.arange(5, device=DEVICE)
+    everyone = torch.ones(2, 5, 5, dtype=torch.bool, device=DEVICE)
+    backend, reference, q = (
+        RaggedAttention(tiles=TILES[tiles]),
+        ReferenceAttention(),
+        torch.randn(2, 4, 5, 16).to(DEVICE),
+    )
+    plan = backend.plan(where, 40, everyone)
+    plan.looks_ahead = True
+    found = backend.attend(q, *cache, plan, scale=None, window=window)
+    expected = reference.attend(q, *cache, reference.plan(where, 40, everyone), scale=None, window=window)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("longest", [38, 90])
 def test_queries_and_caches_may_be_views_of_larger_tensors(longest: int) -> None:
     """The decoder's layout: the rows of one layer, heads and tokens swapped."""

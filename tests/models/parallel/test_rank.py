@@ -92,6 +92,9 @@ FAMILIES = [
     "qwen3 with biases",
     "opt with norms after",
     "gpt2 with scales by layer",
+    "phi",
+    "gpt_neox",
+    "apertus",
 ]
 
 
@@ -100,8 +103,13 @@ def test_families_give_the_logits_of_the_whole_model(tmp_path: Path, name: str) 
     check_logits(tmp_path, name, 2)
 
 
-# norms over all heads, experts, heads of two widths
-_WHOLE = ("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe", "gemma4", "gemma4 with keys as values")
+# norms over all heads, experts, heads of two widths, sinks
+_WHOLE = (
+    *("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe", "gemma4", "gemma4 with keys as values", "granite_swa"),
+    *("mixtral", "glm4_moe", "sarvam_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "afmoe"),
+    *("hunyuan_v1_moe", "ernie4_5_moe", "mellum", "qwen3_moe with dense layers", "qwen2_moe", "flex_olmo"),
+    *("granitemoe_swa", "phimoe", "aria_text", "cohere2_moe"),
+)
 
 
 @pytest.mark.parametrize("name", _WHOLE)

@@ -100,7 +100,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         rank, self.kind = block.markov_rank, block.markov
         self.markov_w1 = nn.Embedding(config.decoder.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.markov_w2: nn.Module = nn.Linear(rank, config.draft_vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.width + rank, rank)
         if self.kind == "rnn":
@@ -164,7 +164,12 @@ class BlockTail:
     ) -> None:
         self._markov, self._confidence, self._selector = markov, confidence, selector
         self._reads_token = confidence is not None and confidence.reads_token
-        self.modules = [module for module in (markov, confidence, selector) if module is not None]
+
+    def weight_bytes(self) -> int:
+        """Bytes of their weights."""
+        parts = [part for part in (self._markov, self._confidence, self._selector) if part is not None]
+        own = sum(weight.nbytes for part in parts for weight in part.parameters())
+        return own + sum(getattr(part, "nbytes", 0) for whole in parts for part in whole.children())
 
     def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
         """Logits [N, Vd] of a draft token after those before it.
@@ -173,7 +178,7 @@ class BlockTail:
         token and the n draft tokens before it, as the target's ids.
         """
         if self._markov is not None:
-            logits = logits + self._markov.bias(states.to(self._markov.markov_w2.weight.dtype), path).float()
+            logits = logits + self._markov.bias(states.to(self._markov.markov_w1.weight.dtype), path).float()
         if self._selector is not None:
             state = states[:, -1].to(self._selector.hidden_projection.weight.dtype)
             logits = self._selector.scores(logits, state, path[:, -1])

@@ -13,13 +13,13 @@ from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
-from paceline.drafters.heads.block import BlockHead, BlockTail
+from paceline.drafters.heads.block import BlockHead, BlockTail, scaled
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import SoftmaxTerms
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.base import AnyModel
+from paceline.models.base import AnyModel, PassBytes
 from paceline.models.decoding.passes import Part, Passes
 
 
@@ -39,11 +39,6 @@ class BlockModel(HeadModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.by_target(self.row_logits(hidden))
-
-    @property
-    def pass_bytes(self) -> None:
-        """None: its rows' logits come from one product, over its whole vocabulary."""
-        return
 
 
 class TorchBlock(BlockModel, TorchHead):
@@ -71,13 +66,20 @@ class TorchBlock(BlockModel, TorchHead):
     def weight_bytes(self) -> int:
         return super().weight_bytes() - self._shared_bytes
 
+    @property
+    def pass_bytes(self) -> PassBytes | None:
+        output, embedding = self.head.lm_head.weight, self.head.embed_tokens.weight
+        if len(output) < self.vocab_size or self.spec.logits_cap is not None:
+            return None
+        return PassBytes(super().weight_bytes() - output.nbytes - embedding.nbytes, output.nbytes // self.vocab_size)
+
 
 class BlockPass(DraftPass):
     """Result of a block's pass. The output head has scored all of its rows in one product."""
 
-    def __init__(self, model: BlockModel, states: Tensor) -> None:
-        super().__init__(model, states)
-        self._block, self._row_logits = model, model.row_logits(states)
+    def __init__(self, decoder: BlockDecoder, states: Tensor) -> None:
+        super().__init__(decoder, states)
+        self._block, self._row_logits = decoder.model, decoder.row_logits(states)
 
     def logits(self, rows: Tensor, path: Tensor) -> Tensor:
         step = path.shape[1]
@@ -164,15 +166,24 @@ class BlockDecoder(HeadDecoder):
         """
         raise NotImplementedError
 
-    def draft_pass(self, batch: Batch) -> BlockPass:
-        """Store the tokens that are missing except each row's last one, and run a whole block of every row."""
+    def row_logits(self, states: Tensor) -> Tensor:
+        """Logits of a block's rows by their states [..., H]: [..., Vd], or [..., V] where a part of V is scored."""
+        if self.vocabulary is None:
+            return self.model.row_logits(states)
+        return scaled(self.model.spec, self.vocabulary.logits(states))
+
+    def draft_pass(self, batch: Batch, k: int) -> BlockPass:
+        """Store the tokens that are missing except each row's last one, and run a whole block of every row.
+
+        k: draft tokens that are scored; the states of the first ones do not depend on it.
+        """
         computed = self.num_computed_tokens[batch.live_slots.where].tolist()
         known = [length - 1 for length in batch.lengths]
         missing = [length - done for length, done in zip(known, computed, strict=True)]
         if any(missing):
             self.inject(*listed(batch.slots, computed, missing, batch.device))
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length - 1
-        return BlockPass(self.model, self.run_block(batch.pending()[:, 0], known, batch.live_slots))
+        return BlockPass(self, self.run_block(batch.pending()[:, 0], known, batch.live_slots)[:, :k])
 
 
 class BlockAttend:
@@ -184,6 +195,8 @@ class BlockAttend:
         everyone = torch.ones((*positions.shape, positions.shape[1]), dtype=torch.bool, device=positions.device)
         kinds = [head.spec.is_causal(attention.window) for attention in head.config.decoder.attentions]
         plans = {causal: backend.plan(positions, longest, None if causal else everyone) for causal in set(kinds)}
+        for causal, plan in plans.items():
+            plan.looks_ahead = not causal
         attends = {causal: CachedAttend(cache, backend, plan, rows) for causal, plan in plans.items()}
         self._of_layers = [attends[causal] for causal in kinds]
 

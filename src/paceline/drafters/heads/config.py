@@ -92,7 +92,9 @@ class HeadConfig:
         if not decoder.layers:
             raise ModelFormatError("the head's configuration has no layers")
         attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
-        inner = (mlp.expert if isinstance(mlp, ExpertsSpec) else mlp).width
+        one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
+        assert one is not None, "families with heads have an MLP in every layer"
+        inner = one.width
         sizes = (decoder.width, inner, attention.heads, attention.kv_heads, attention.head_dim)
         wrong = {
             "a size that is not positive": min(*sizes, self.target_width, self.draft_vocab_size) < 1,

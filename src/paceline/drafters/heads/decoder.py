@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch
+from paceline.core.cache import KVHeads
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.row_tables import RowTables, grows_on
@@ -50,6 +51,7 @@ class HeadModel:
         self.vocab_size, self.layers = shape.vocab_size, len(shape.layers)
         attention, self.width = shape.layers[0].attention, shape.width
         self.kv_heads, self.head_dim = attention.kv_heads, attention.head_dim
+        self.kv_layers: Sequence[KVHeads] = shape.kv_layers
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.max_draft_tokens
         self.one_pass = self.kind not in ("feature", "mtp")
@@ -120,15 +122,15 @@ class TorchHead(HeadModel):
 class DraftPass:
     """Result of a pass of a head that makes all draft tokens at once. states: [B, k, width], normed, one each."""
 
-    def __init__(self, model: HeadModel, states: Tensor) -> None:
-        self._model, self._states = model, states
+    def __init__(self, decoder: HeadDecoder, states: Tensor) -> None:
+        self._decoder, self._states = decoder, states
 
     def logits(self, rows: Tensor, path: Tensor) -> Tensor:
         """Logits [N, V] of the draft tokens that come next.
 
         rows: [N], their rows in the batch. path: [N, n + 1], the text's last token and the n draft tokens before each.
         """
-        return self._model.logits(self._states[rows, path.shape[1] - 1])
+        return self._decoder.logits(self._states[rows, path.shape[1] - 1])
 
     def confidence(self, path: Tensor) -> Tensor | None:
         """Probability [B] that the target accepts each row's next draft token, by the head's own estimate.
@@ -318,7 +320,7 @@ class TorchHeadDecoder(HeadDecoder):
 
     def draft_pass(self, batch: Batch, missing: int, k: int) -> DraftPass:
         """Read at most ``missing`` tokens per row, and what stands for k draft tokens. For one-pass heads."""
-        return DraftPass(self.model, self.read_ahead(batch, missing, k))
+        return DraftPass(self, self.read_ahead(batch, missing, k))
 
     def read_ahead(self, batch: Batch, missing: int, k: int) -> Tensor:
         """Like ``next_hidden``, with positions after the text in the same pass. Returns normed states [B, k, width].

@@ -1,4 +1,4 @@
-"""The head in a target's own checkpoint (multi-token prediction): ``mtp.*`` of Qwen3.5 and Qwen3-Next.
+"""The head in a target's own checkpoint (multi-token prediction): ``mtp.*`` of Qwen3.5, one more layer of DeepSeek.
 
 At position i it reads the embedding of token i + 1 and the target's hidden state of token i, after the final norm, and
 predicts token i + 2. The next step reads the draft token and the head's own normed state. One decoder layer of the
@@ -81,7 +81,9 @@ def own_config(config: PretrainedConfig) -> HeadConfig:
     """Return the configuration of a target's own head: one full attention layer of the target's sizes."""
     text = config.get_text_config()
     one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    mixture: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # Qwen3-Next's, if it has experts
+    # the fields of families that tell which layers have experts: a head of a model with experts has some
+    mixture: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0}
+    mixture |= {"mlp_layer_types": ["sparse"]}
     fields: dict[str, Any] = text.to_dict() | one | mixture
     fields.pop("quantization_config", None)  # stored tensors are read dequantised
     sizes = text.hidden_size, text.vocab_size

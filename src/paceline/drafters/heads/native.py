@@ -22,7 +22,7 @@ from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
-from paceline.kernels.spec import FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import BlockConvWeights, FusionWeights, LayerWeights, LinearWeights, NativeSpec
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
@@ -96,8 +96,6 @@ def obstacle_of_head(config: HeadConfig) -> str | None:
     """Return why the kernels cannot run heads of this configuration; None if they can."""
     if config.kind in ("hidden_transfer", "chimera"):
         return "hidden transfer and Chimera heads run in torch only"
-    if config.block is not None and config.block.conv_kernel:
-        return "the convolutions of DFlash2 run in torch only"
     return obstacle_of(replace(config.decoder, mtp=False))
 
 
@@ -155,7 +153,22 @@ def _layer_of(config: HeadConfig, index: int, state: Mapping[str, Tensor]) -> La
         k_norm=state.get(f"{name}.self_attn.k_norm.weight"),
         window=attention.window,
         looks_ahead=config.block is not None and not config.block.is_causal(attention.window),
+        convs=_convs_of(config, name, state),
     )
+
+
+def _convs_of(
+    config: HeadConfig, name: str, state: Mapping[str, Tensor]
+) -> tuple[BlockConvWeights, BlockConvWeights] | None:
+    group = 0 if config.block is None else config.block.conv_group
+    if not group:
+        return None
+    parts = (f"{name}.{part}_conv" for part in ("attention", "mlp"))
+    attention, mlp = (
+        BlockConvWeights(state[f"{part}.base_kernel"], _linear(state, f"{part}.kernel_projection"), group)
+        for part in parts
+    )
+    return attention, mlp
 
 
 def _fusion_of(head: FeatureHead | BlockHead, targets: Tensor, state: Mapping[str, Tensor]) -> FusionWeights:

@@ -70,9 +70,14 @@ class Front:
 
     def app(self) -> Starlette:
         """The ASGI app: a few routes of its own; all others go to the replicas."""
-        own: dict[str, Callable[[Request], Awaitable[Response]]] = {"/health": self._health, "/ping": self._health}
-        own |= {"/metrics": self._metrics, "/load": self._load}
-        own |= {"/stats": self._stats, "/stats/stream": self._live_stats}
+        own: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/health": self._health,
+            "/ping": self._health,
+            "/metrics": self._metrics,
+            "/load": self._load,
+            "/stats": self._stats,
+            "/stats/stream": self._live_stats,
+        }
         app = Starlette(
             routes=[Route(path, answer) for path, answer in own.items()],
             lifespan=self._lifespan,

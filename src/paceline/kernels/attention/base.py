@@ -28,12 +28,14 @@ class Plan:
     ancestors: [B, L, L] bool, for trees: whether a query (second dimension) sees a new token (third), itself included.
         The new keys lie side by side from the root's slot ``positions[:, 0]`` on; every query of the row sees all keys
         before it. None: the new tokens are a chain, and every key's slot is its position.
+    looks_ahead: whether a query may see new tokens behind it, as in a block; else all of its ancestors are before it.
     cache_rows: the rows' places in the cache; None: row i of the cache for row i.
     """
 
     positions: Tensor
     longest: int
     ancestors: Tensor | None = None
+    looks_ahead: bool = False
     cache_rows: Slots | None = None
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by window, and query heads per key head
     rows: list[Plan] = field(default_factory=list)  # one plan per row, for backends that go row by row

@@ -402,7 +402,7 @@ class RaggedAttention:
         """The kernel's TREE mode and its ``tree`` argument; "none" for a chain."""
         if plan.ancestors is None:
             return "none", plan.positions
-        if self.tiles.split is None:
+        if self.tiles.split is None or plan.looks_ahead:
             return "ancestors", plan.ancestors.view(torch.int8)
         return "paths", plan.paths
 

@@ -11,7 +11,7 @@ like an integer. All three cuts keep the tokens up to some key, the *edge*:
 
 1. ``tally_kernel`` counts tokens and mass below ``BINS`` keys, in every block.
 2. ``bracket_kernel`` finds the bins that the edges of top-k and top-p lie in.
-3. ``collect_kernel`` gathers the keys in these bins: often some dozens, and never more than the line.
+3. ``collect_kernel`` gathers the keys in these bins: some dozens of a chat's logits, many of flat ones without top-k.
 4. ``edge_kernel`` searches the edges among these, with ``WAYS`` trial keys a pass.
 5. ``cut_kernel`` removes the tokens beyond the edge.
 

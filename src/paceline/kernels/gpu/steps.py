@@ -22,7 +22,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
+    return torch.square(functional.relu(x))
 
 
 def xielu(x: Tensor, shape: Tensor) -> Tensor:

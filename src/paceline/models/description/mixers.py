@@ -94,4 +94,5 @@ def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Ma
         skip=weights[f"{name}skip.weight"],
         norm=weights[f"{name}mamba_norm.weight"],
         epsilon=spec.norm_eps,
+        least_step=spec.least_step,
     )

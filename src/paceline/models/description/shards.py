@@ -65,13 +65,17 @@ class ModelShard:
         """
         if len(spec.attentions) < len(spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with recurrent layers, which are not split yet")
+        if any(attention.latent is not None for attention in spec.attentions):
+            raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")
+        if not spec.plain_attention:
+            raise ParameterError(
+                "tensor_parallel", self.ranks, "1 with attention's gates or sinks: they are not split yet"
+            )
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")
         if len(set(spec.kv_layers)) > 1 or len(spec.kv_layers) < len(spec.layers) or spec.token_inputs is not None:
             allowed = "1 with heads of several widths, shared keys or per-layer embeddings, which are not split yet"
             raise ParameterError("tensor_parallel", self.ranks, allowed)
-        if any(attention.latent is not None for attention in spec.attentions):
-            raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")
         if any(attention.qk_norm == "all" for attention in spec.attentions):
             raise ParameterError("tensor_parallel", self.ranks, "1 with norms of queries and keys over all heads")
         sizes = (size for layer in spec.layers for size in (layer.attention.heads, layer.dense.width))
@@ -105,6 +109,20 @@ class CutTensor:
         whole = torch.empty(self.stored.shape, dtype=destination.dtype)
         self.stored.unpack_into(whole)
         destination.copy_(torch.cat([whole.narrow(self.dim, part.start, len(part)) for part in self.lines], self.dim))
+
+
+@dataclass(frozen=True)
+class OrderedTensor:
+    """A stored tensor with its rows in the order of their parts."""
+
+    placement: Placement
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.placement.slot.shape
+
+    def unpack_into(self, destination: Tensor) -> None:
+        self.placement.read_into(destination)
 
 
 def cut(whole: Checkpoint, shard: ModelShard) -> Checkpoint:
@@ -158,6 +176,9 @@ def _by_columns(placement: Placement, columns: range) -> Placement:
 
 def _by_rows(placement: Placement, rows: Sequence[range]) -> Placement:
     """Keep ``rows``, numbered in the fused target matrix. The stored tensor may be only a part of that."""
+    if placement.alternating is not None:
+        ordered = OrderedTensor(placement)
+        placement = replace(placement, stored=ordered, transposed=False, alternating=None)
     slot = placement.slot
     own = range(slot.first, slot.first + slot.shape[0])
     kept = [range(max(part.start, own.start), min(part.stop, own.stop)) for part in rows]

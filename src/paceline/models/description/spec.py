@@ -173,10 +173,11 @@ class ExpertsSpec:
     """A mixture of experts: a token runs through the ``used`` of ``count`` experts with the highest router scores.
 
     expert: one expert; all have the same shape.
-    normalised, sigmoid, groups, used_groups, group_best: see ``Routing``.
+    normalised, sigmoid, groups, used_groups, group_best, margin: see ``Routing``.
     router_bias: whether the router's scores have a bias. correction: whether the choice has one of its own (``route``).
     output_scale: factor of the weights of the outputs.
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
+    shared_scale: another factor of it.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
         and the outputs of the experts and of the MLP have a norm each before they are added.
@@ -190,11 +191,13 @@ class ExpertsSpec:
     groups: int = 1
     used_groups: int = 1
     group_best: int = 2
+    margin: float = 0.0
     router_bias: bool = False
     correction: bool = False
     output_scale: float = 1.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     scores_scale: float = 1.0
     scaled: bool = False
     own_norms: bool = False
@@ -204,23 +207,26 @@ class ExpertsSpec:
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
         groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
         check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        assert self.shared_scale == 1.0 or not self.shared_gate, "one factor of the MLP's output"
         check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
 
     @property
     def routing(self) -> Routing:
         """How a token's experts follow from the scores."""
-        return Routing(self.used, self.normalised, self.sigmoid, self.groups, self.used_groups, self.group_best)
+        groups = self.groups, self.used_groups, self.group_best
+        return Routing(self.used, self.normalised, self.sigmoid, *groups, self.margin)
 
 
 @dataclass(frozen=True)
 class Mamba2Spec(Mamba2Heads):
     """A Mamba-2 layer: a recurrent state per head. conv_bias: whether the convolution has a bias.
 
-    norm_eps: epsilon of the gated RMS norm of the output, group by group.
+    norm_eps: epsilon of the gated RMS norm of the output, group by group. least_step: steps are at least this.
     """
 
     conv_bias: bool = True
     norm_eps: float = 1e-6
+    least_step: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -232,7 +238,7 @@ class ShortConvSpec:
 
 RecurrentSpec: TypeAlias = DeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec: TypeAlias = AttentionSpec | RecurrentSpec
-NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel"]
+NormPlaces: TypeAlias = Literal["before", "after", "both", "after_sum", "parallel", "one_part"]
 
 
 @dataclass(frozen=True)
@@ -241,12 +247,13 @@ class LayerSpec:
 
     norms: where the norms of both parts f stand:
         "before": x + f(norm(x)); "after": x + norm(f(x)); "both": x + norm(f(norm(x))); "after_sum": norm(x + f(x));
-        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm).
+        "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm);
+        "one_part": x + f(norm(x)), where the layer has a mixer or an MLP alone, and the other is None.
     scaled: whether a stored number multiplies the layer's output.
     """
 
-    mixer: MixerSpec
-    mlp: MLPSpec | ExpertsSpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | ExpertsSpec | None
     norms: NormPlaces = "before"
     scaled: bool = False
     one_norm: bool = False
@@ -342,7 +349,8 @@ class DecoderSpec:
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
         """The mixer of every layer that is not attention."""
-        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, AttentionSpec))
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
@@ -351,11 +359,16 @@ class DecoderSpec:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``."""
+        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``.
+
+        0 of a layer without a mixer.
+        """
         places: list[int] = []
         keys, states = count(), count()
         for layer in self.layers:
-            if not isinstance(layer.mixer, AttentionSpec):
+            if layer.mixer is None:
+                places.append(0)
+            elif not isinstance(layer.mixer, AttentionSpec):
                 places.append(next(states))
             else:
                 source = layer.mixer.reads_layer

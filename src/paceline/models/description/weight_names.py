@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # gguf_config itself reads those of GGUF files
 _FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight")
@@ -39,10 +39,12 @@ class WeightNames:
 
     parts: the checkpoint's name without ".weight" or ".bias" -> paceline's name. A checkpoint's name that has neither
         is translated whole, into a name that has one.
-    prefixes: prefixes of the checkpoint's names; the first that matches is removed.
+    prefixes: prefixes of the checkpoint's names; the first that matches is removed. "{layers}" in one stands for the
+        number of the model's layers (``behind``).
     ignored: names of tensors that are no weights of the decoder.
     transposed: last parts of paceline's names of matrices that are stored [in, out] (gpt2's Conv1D).
     interleaved: last parts of paceline's names of matrices whose rows of the gate and of up alternate.
+    by_head: last parts of paceline's names of matrices in which each head's query, key and value follow each other.
     plus_one: last parts of paceline's names of norms whose stored weight is one less than the factor.
     """
 
@@ -52,6 +54,15 @@ class WeightNames:
     transposed: frozenset[str] = frozenset()
     plus_one: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    by_head: frozenset[str] = frozenset()
+
+    def behind(self, layers: int) -> WeightNames:
+        """Return the names of a model with so many layers."""
+        return replace(self, prefixes=tuple(prefix.replace("{layers}", str(layers)) for prefix in self.prefixes))
+
+    def ignoring_layer(self, number: int) -> WeightNames:
+        """Return the names without those of one more layer."""
+        return replace(self, ignored=re.compile(rf"{self.ignored.pattern}|(.*\.)?layers\.{number}\..*"))
 
     def ours(self, name: str) -> str | None:
         """Translate a checkpoint's name into paceline's, such as "layers.3.q.weight"; None if it is unknown."""

@@ -282,11 +282,13 @@ def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
     if spec.correction:
         yield from _vector(f"{layer}router_correction.weight", spec.count)
-    gate_up = _stacked("experts_gate_up", {"experts_gate": inner, "experts_up": inner}, stored, layer)
-    yield from _of_all_experts(spec.count, "experts_gate_up", gate_up, width, layer, stored)
+    first = "experts_gate_up" if spec.expert.gated else "experts_up"
+    parts = {"experts_gate": inner, "experts_up": inner} if spec.expert.gated else {first: inner}
+    gate_up = _stacked(first, parts, stored, layer)
+    yield from _of_all_experts(spec.count, first, gate_up, width, layer, stored)
     yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
     if spec.expert.bias:
-        yield from _expert_biases(spec.count, "experts_gate_up", gate_up, layer)
+        yield from _expert_biases(spec.count, first, gate_up, layer)
         yield from _expert_biases(spec.count, "experts_down", {"experts_down": width}, layer)
     if spec.shared is not None:
         yield from _mlp_slots(spec.shared, width, layer, stored)
@@ -335,14 +337,16 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
     "after": ("attn_out_norm", "mlp_out_norm"),
     "parallel": ("attn_norm", "mlp_norm"),
     "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
+    "one_part": ("attn_norm",),
 }
 
 
 def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collection[str]) -> Slots:
-    yield from _mixer_slots(layer.mixer, spec.width, name, stored)
+    if layer.mixer is not None:
+        yield from _mixer_slots(layer.mixer, spec.width, name, stored)
     if isinstance(layer.mlp, ExpertsSpec):
         yield from _experts_slots(layer.mlp, spec.width, name, stored)
-    else:
+    elif layer.mlp is not None:
         yield from _mlp_slots(layer.mlp, spec.width, name, stored)
     for norm in NORMS[layer.norms]:
         for own, slot in _norm_slots(spec, f"{name}{norm}"):
@@ -405,7 +409,8 @@ class Placement:
     """A stored tensor and its destination.
 
     transposed: whether it is stored [in, out]. plus_one: whether one is added to the stored values.
-    interleaved: whether outputs of the gate and of up alternate. name: file and tensor, for messages.
+    alternating: number of parts whose outputs alternate, and of the outputs of one part in a row; None: they do not.
+    name: file and tensor, for messages.
     """
 
     slot: Slot
@@ -413,7 +418,7 @@ class Placement:
     name: str
     transposed: bool = False
     plus_one: bool = False
-    interleaved: bool = False
+    alternating: tuple[int, int] | None = None
 
     def read_into(self, destination: Tensor) -> None:
         """Write the stored values into ``destination``, [..., out, in], or [..., out] of a bias."""
@@ -424,13 +429,13 @@ class Placement:
             turned.copy_(self.slot.order(whole))
             return None
         turned = turned if turned.shape == self.stored.shape else turned.view(self.stored.shape)
-        if not self.interleaved:
+        if self.alternating is None:
             return self.stored.unpack_into(turned)
         stored = torch.empty_like(turned)
         self.stored.unpack_into(stored)
-        outputs = -1 if self.slot.target.endswith(".bias") or self.transposed else -2
-        alternating = stored.unflatten(outputs, (-1, 2)).transpose(outputs - 1, outputs)  # type: ignore[no-untyped-call]
-        turned.copy_(alternating.flatten(outputs - 1, outputs))
+        outputs = stored.dim() - (1 if self.slot.target.endswith(".bias") or self.transposed else 2)
+        in_parts = stored.unflatten(outputs, (-1, *self.alternating))  # type: ignore[no-untyped-call]
+        turned.copy_(in_parts.transpose(outputs, outputs + 1).flatten(outputs, outputs + 2))
         return None
 
     def of_expert(self, expert: int) -> Placement | None:
@@ -458,7 +463,8 @@ def place(spec: DecoderSpec, names: WeightNames, stored: Mapping[str, StoredTens
     _refuse(spec, where, "has no use for", [name for name in unused if not _is_zero_bias(ours[name], stored[name])])
     _refuse(spec, where, "misses", sorted(set(sources.values()) - theirs.keys()))
     from_where = {our: theirs[source] for our, source in sources.items()}
-    return [_place(free[our], names, stored[name], f"{where}: {name}") for our, name in from_where.items()]
+    dim = spec.attentions[0].head_dim if spec.attentions else 0
+    return [_place(free[our], names, stored[name], f"{where}: {name}", dim) for our, name in from_where.items()]
 
 
 def check_named_once(ours: Mapping[str, str], where: str) -> None:
@@ -517,7 +523,8 @@ def _refuse(spec: DecoderSpec, where: str, problem: str, names: list[str]) -> No
         )
 
 
-def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> Placement:
+def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str, dim: int) -> Placement:
+    """dim: width of a head."""
     part, suffix = slot.target.split(".")[-2:]
     transposed = suffix == "weight" and part in names.transposed
     shape = slot.stored or slot.shape
@@ -525,7 +532,8 @@ def _place(slot: Slot, names: WeightNames, stored: StoredTensor, where: str) -> 
     if _without_ones(tuple(stored.shape)) != _without_ones(wanted):
         raise ModelFormatError(f"{where} has the shape {tuple(stored.shape)}, the configuration asks for {wanted}")
     plus_one = suffix == "weight" and part in names.plus_one
-    return Placement(slot, stored, where, transposed, plus_one, part in names.interleaved)
+    alternating = (2, 1) if part in names.interleaved else (3, dim) if part in names.by_head else None
+    return Placement(slot, stored, where, transposed, plus_one, alternating)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -553,7 +561,7 @@ def _dtype_of(placement: Placement, usual: torch.dtype) -> torch.dtype:
 def _shareable(placement: Placement, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return a loaded tensor that the model can use without a copy; None if there is none."""
     stored, slot = placement.stored, placement.slot
-    moved = placement.transposed or placement.interleaved or slot.order is not None
+    moved = placement.transposed or placement.alternating is not None or slot.order is not None
     changed = moved or placement.plus_one or slot.target_shape != tuple(stored.shape)
     if not isinstance(stored, LoadedTensor) or changed:
         return None

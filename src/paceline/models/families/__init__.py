@@ -15,9 +15,11 @@ from paceline.models.families import (
     afmoe,
     apertus,
     arcee,
+    aria_text,
     bamba,
     cohere,
     cohere2,
+    cohere2_moe,
     cwm,
     deepseek_v2,
     deepseek_v3,
@@ -37,7 +39,10 @@ from paceline.models.families import (
     glm4_moe,
     glm4_moe_lite,
     gpt2,
+    gpt_bigcode,
+    gpt_neox,
     gpt_oss,
+    gptj,
     granite,
     granite_swa,
     granitemoe,
@@ -47,6 +52,7 @@ from paceline.models.families import (
     hunyuan_v1_dense,
     hunyuan_v1_moe,
     hy_v3,
+    hyperclovax,
     jais2,
     lfm2,
     lfm2_moe,
@@ -61,6 +67,7 @@ from paceline.models.families import (
     mixtral,
     nanochat,
     nemotron,
+    nemotron_h,
     olmo,
     olmo2,
     olmo3,
@@ -68,6 +75,7 @@ from paceline.models.families import (
     opt,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -90,12 +98,12 @@ from paceline.models.families.wrappers import WRAPPERS, in_wrapper
 _MODULES = (
     *(llama, mistral, ministral3, ministral, qwen2, qwen3, qwen3_5, gemma3, gemma4, phi3, granite),
     *(olmo2, olmo3, smollm3, exaone, exaone4, glm, glm4, gemma, gemma2, vaultgemma, seed_oss, hunyuan_v1_dense),
-    *(ernie4_5, cwm, helium, arcee, apertus, granite_swa, nanochat),
-    *(opt, gpt2, cohere, cohere2, starcoder2, phi, stablelm, nemotron, jais2, olmo),
+    *(ernie4_5, cwm, helium, arcee, apertus, granite_swa, nanochat, hyperclovax),
+    *(opt, gpt2, gpt_bigcode, gpt_neox, gptj, cohere, cohere2, starcoder2, phi, stablelm, nemotron, jais2, olmo),
     *(mixtral, qwen2_moe, qwen3_moe, mellum, olmoe, flex_olmo, granitemoe, granitemoe_swa, gpt_oss),
-    *(qwen3_5_moe, qwen3_next),
+    *(qwen3_5_moe, qwen3_next, aria_text, cohere2_moe, phimoe),
     *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
-    *(granitemoehybrid, bamba, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe),
     *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 
@@ -157,7 +165,9 @@ def names_of(config: PretrainedConfig) -> WeightNames:
     family = family_of(config)
     if family is None:
         return USUAL_NAMES
-    return in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
+    names = in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
+    is_layer = family.head is not None and family.head.behind(0) != family.head
+    return names.ignoring_layer(config.get_text_config().num_hidden_layers) if is_layer else names
 
 
 def _parse(config: Mapping[str, Any]) -> PretrainedConfig:

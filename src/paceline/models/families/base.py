@@ -19,7 +19,7 @@ from paceline.models.description.spec import (
     NormPlaces,
     NormSpec,
 )
-from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weight_names import WeightNames, ignoring
 from paceline.models.description.weights import StoredTensor
 from paceline.models.families.rotary import head_dim, longest_sequence, rotary_of, without_positions
 
@@ -76,6 +76,7 @@ class GGUFForm:
     head: names of the weights of the draft head, one more block behind the layers; None: files have none.
     constants: all metadata and the description -> weights that the metadata hold, by the file's names.
     mixture: whether files of these architectures are of this family only if they have experts.
+    kind: metadata without the prefix -> model_type of the file's family, where several have this form; None: one has.
     strips: whether control tokens of its SentencePiece vocabularies remove white space behind them, which files do not
         tell.
     """
@@ -89,6 +90,7 @@ class GGUFForm:
     head: WeightNames | None = None
     constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
     mixture: bool = False
+    kind: Callable[[Mapping[str, Any]], str] | None = None
     strips: bool = False
 
 
@@ -167,6 +169,18 @@ def mtp_names(names: WeightNames) -> WeightNames:
     }
     less_one = {"embedding_norm", "hidden_norm"} if "norm" in names.plus_one else set()
     return WeightNames(parts, prefixes=("mtp.",), plus_one=names.plus_one | less_one)
+
+
+def mtp_layer_names(names: WeightNames) -> WeightNames:
+    """Return the names of a draft head in safetensors files that is named like one more layer, as DeepSeek-V3's."""
+    layer = {
+        theirs.removeprefix("layers.{}."): ours.replace("{}", "0", 1)
+        for theirs, ours in names.parts.items()
+        if theirs.startswith("layers.{}.")
+    }
+    parts = {"eh_proj": "mtp.fc", "enorm": "mtp.embedding_norm", "hnorm": "mtp.hidden_norm", "shared_head.norm": "norm"}
+    copies = ignoring(r".*\.(embed_tokens|shared_head\.head)\.weight")  # of the model's embedding and output head
+    return WeightNames(layer | parts, prefixes=("model.layers.{layers}.",), ignored=copies)
 
 
 def gguf_mtp_names(names: WeightNames) -> WeightNames:

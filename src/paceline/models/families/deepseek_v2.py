@@ -7,7 +7,9 @@ from transformers import PretrainedConfig
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.families.base import Family
-from paceline.models.families.latent import ROUTED_NAMES, after_dense_layers, latent_decoder_of
+from paceline.models.families.latent import LATENT_NAMES, latent_decoder_of, with_softmax_experts
+from paceline.models.families.latent_gguf import DEEPSEEK2
+from paceline.models.families.routed import ROUTED
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
@@ -17,12 +19,13 @@ def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     }.get(config.topk_method)
     if groups is None:
         return None
-    return latent_decoder_of(config, interleaved=True, sparse=after_dense_layers(config), **groups)
+    return with_softmax_experts(config, latent_decoder_of(config, interleaved=True), **groups)
 
 
 FAMILY = Family(
     "deepseek_v2",
     _describe,
-    WeightNames(ROUTED_NAMES, prefixes=("model.",)),
+    WeightNames({**LATENT_NAMES, **ROUTED}, prefixes=("model.",)),
+    DEEPSEEK2,
     usual={"num_experts_per_tok": 6},
 )

@@ -38,14 +38,15 @@ _WIDTHS = "feed_forward_length", "expert_feed_forward_length"  # a mixture of ex
 # Limits that keep a damaged header from allocating large memory: no model is wider or has more experts, and each layer
 # has own tensors. The least value of the second ones is 0: a layer, or the model, has none.
 _SIZES = (
-    *("embedding_length", "feed_forward_length", "attention.head_count", "context_length", "full_attention_interval"),
+    *("embedding_length", "attention.head_count", "context_length", "full_attention_interval"),
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
+    *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
     *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
-    *("embedding_length_per_layer_input", "expert_count", "expert_used_count"),
+    *("embedding_length_per_layer_input", "expert_count", "expert_used_count", "feed_forward_length"),
 )
 _LARGEST = {
     **dict.fromkeys(("context_length", "attention.sliding_window"), 2**31),
@@ -120,7 +121,8 @@ def _family(file: GGUFFile) -> Family:
             f"{file.path}: GGUF files of architecture {name!r} cannot be run; known are {', '.join(GGUF_FAMILIES)}. "
             "Use the model's safetensors directory instead"
         )
-    return family
+    chosen = family.gguf and family.gguf.kind
+    return FAMILIES[chosen(_metadata(file))] if chosen else family
 
 
 def form(file: GGUFFile) -> GGUFForm:

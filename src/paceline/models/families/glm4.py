@@ -18,7 +18,8 @@ from paceline.models.families.glm import FUSED, GGUF_FUSED
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    return llama_like(config, "both", interleaved=True, bias=bool(config.attention_bias))
+    has_biases = getattr(config, "attention_bias", config.model_type == "glm4v_text")  # GLM-OCR has none
+    return llama_like(config, "both", interleaved=True, bias=bool(has_biases))
 
 
 NORMS = {
@@ -31,4 +32,5 @@ FAMILY = Family(
     _describe,
     WeightNames({**LLAMA_NAMES, **FUSED, **NORMS}, prefixes=("model.",)),
     GGUFForm(("glm4",), WeightNames({**LLAMA_GGUF_NAMES, **GGUF_FUSED, **GGUF_NORMS_AFTER})),
+    other_types=("glm4v_text", "glm_ocr_text"),
 )

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like
+from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like, mtp_layer_names
 from paceline.models.families.routed import (
     GGUF_ROUTED,
     ROUTED,
@@ -22,7 +22,9 @@ from paceline.models.families.routed import (
 
 def describe(config: PretrainedConfig) -> DecoderSpec | None:
     """Describe a GLM-4.5, or another decoder with its layers."""
-    spec = llama_like(config, bias=bool(config.attention_bias), qk_norm="head" if config.use_qk_norm else None)
+    spec = llama_like(
+        config, bias=bool(config.attention_bias), qk_norm="head" if getattr(config, "use_qk_norm", False) else None
+    )
     return spec and with_routed_experts(config, spec, after_dense_layers(config))
 
 
@@ -30,11 +32,16 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     return {**routed_fields(metadata, rope), "use_qk_norm": True}  # the tensors tell
 
 
+_NAMES = WeightNames(
+    {**LLAMA_NAMES, **ROUTED},
+    prefixes=("model.",),
+    ignored=ignoring(r"model\.language_model\.layers\.(46|92)\..*"),  # the draft head of a multimodal model
+)
+
 FAMILY = Family(
     "glm4_moe",
     describe,
-    # the published files of 46 and of 92 layers have a draft head in the place of one more
-    WeightNames({**LLAMA_NAMES, **ROUTED}, prefixes=("model.",), ignored=ignoring(r"model\.layers\.(46|92)\..*")),
+    _NAMES,
     GGUFForm(
         ("glm4moe",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
@@ -42,4 +49,6 @@ FAMILY = Family(
         reads=frozenset({"expert_count"}),
         adapt=without_head,
     ),
+    mtp_layer_names(_NAMES),
+    other_types=("glm4v_moe_text",),
 )

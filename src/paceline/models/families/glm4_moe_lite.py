@@ -5,19 +5,17 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import Family
-from paceline.models.families.latent import ROUTED_NAMES, latent_decoder_of, sigmoid_routing
+from paceline.models.description.weight_names import WeightNames
+from paceline.models.families.base import Family, mtp_layer_names
+from paceline.models.families.latent import LATENT_NAMES, latent_decoder_of
+from paceline.models.families.routed import ROUTED, with_routed_experts
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    sparse = [kind == "sparse" for kind in config.mlp_layer_types]
-    routing = sigmoid_routing(config)
-    return latent_decoder_of(config, interleaved=bool(config.rope_interleave), sparse=sparse, **routing)
+    spec = latent_decoder_of(config, interleaved=bool(config.rope_interleave))
+    return spec and with_routed_experts(config, spec, [kind == "sparse" for kind in config.mlp_layer_types])
 
 
-FAMILY = Family(
-    "glm4_moe_lite",
-    _describe,
-    WeightNames(ROUTED_NAMES, prefixes=("model.",), ignored=ignoring(r"model\.layers\.47\..*")),
-)
+_NAMES = WeightNames({**LATENT_NAMES, **ROUTED}, prefixes=("model.",))
+
+FAMILY = Family("glm4_moe_lite", _describe, _NAMES, head=mtp_layer_names(_NAMES))

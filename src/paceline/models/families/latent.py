@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from paceline.models.description.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentSpec, MLPSpec
-from paceline.models.families.base import EXPERTS, LLAMA_NAMES, dense_decoder_of
+from paceline.models.description.spec import AttentionSpec, DecoderSpec, LatentSpec
+from paceline.models.families.base import LLAMA_NAMES, dense_decoder_of, with_experts
 from paceline.models.families.rotary import rotary_of
+from paceline.models.families.routed import after_dense_layers
 
 NORM_EPS = 1e-6  # of the norms within attention, whatever the configuration gives for the others
 
@@ -27,49 +27,24 @@ LATENT_NAMES: Mapping[str, str] = {
 """Names of a decoder with latent attention and dense MLPs."""
 
 
-ROUTED_NAMES: Mapping[str, str] = {
-    **LATENT_NAMES,
-    **EXPERTS,
-    **{f"layers.{{}}.mlp.shared_experts.{part}_proj": f"layers.{{}}.{part}" for part in ("gate", "up", "down")},
-    "layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.router_correction.weight",
-}
-"""With experts in some layers, and an MLP beside them."""
+def latent_decoder_of(config: PretrainedConfig, *, interleaved: bool) -> DecoderSpec | None:
+    """Describe a decoder with latent attention and dense MLPs; None if a part of it is not supported.
 
-
-def latent_decoder_of(
-    config: PretrainedConfig, *, interleaved: bool, sparse: Sequence[bool] | None = None, **routing: Any
-) -> DecoderSpec | None:
-    """Describe a decoder with latent attention; None if a part of it is not supported.
-
-    interleaved: see ``AttentionSpec``. sparse: the layers with experts beside an MLP in place of a dense MLP; None: no
-    layer has any. routing: fields of ``ExpertsSpec`` besides sizes and the factor of the outputs.
+    interleaved: see ``AttentionSpec``.
     """
     attention = _attention_of(config, interleaved=interleaved)
-    spec = None if attention is None else dense_decoder_of(config, [attention] * config.num_hidden_layers)
-    if spec is None or sparse is None:
-        return spec
-    width, activation = config.moe_intermediate_size, spec.layers[0].dense.activation
-    experts = ExpertsSpec(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        MLPSpec(width, activation),
-        shared=MLPSpec(width * config.n_shared_experts, activation) if config.n_shared_experts else None,
-        output_scale=float(config.routed_scaling_factor),
-        **routing,
-    )
-    chosen = zip(spec.layers, sparse, strict=True)
-    return replace(spec, layers=tuple(replace(layer, mlp=experts) if has else layer for layer, has in chosen))
+    return None if attention is None else dense_decoder_of(config, [attention] * config.num_hidden_layers)
 
 
-def sigmoid_routing(config: PretrainedConfig) -> dict[str, Any]:
-    """Return DeepSeek-V3's way to choose experts, as fields of ``ExpertsSpec``."""
-    groups = {"groups": config.n_group or 1, "used_groups": config.topk_group or 1}
-    return {"sigmoid": True, "correction": True, "normalised": bool(config.norm_topk_prob), **groups}
+def with_softmax_experts(config: PretrainedConfig, spec: DecoderSpec | None, **routing: Any) -> DecoderSpec | None:
+    """Return the decoder with experts that a softmax scores behind the first dense layers, beside an MLP.
 
-
-def after_dense_layers(config: PretrainedConfig) -> list[bool]:
-    """Return which layers have experts, where the first ``first_k_dense_replace`` have none."""
-    return [index >= config.first_k_dense_replace for index in range(config.num_hidden_layers)]
+    routing: fields of ``ExpertsSpec``.
+    """
+    sizes = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size
+    beside, scale = config.moe_intermediate_size * config.n_shared_experts, float(config.routed_scaling_factor)
+    sparse = after_dense_layers(config)
+    return spec and with_experts(spec, sizes, beside=beside, sparse=sparse, output_scale=scale, **routing)
 
 
 def _attention_of(config: PretrainedConfig, *, interleaved: bool) -> AttentionSpec | None:

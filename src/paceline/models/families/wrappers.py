@@ -17,6 +17,9 @@ WRAPPERS = frozenset(
         "kimi_k25",
         *("llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "qwen2_vl", "qwen2_5_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+        *("got_ocr2", "lighton_ocr", "ovis2", "video_llama_3", "video_llava", "vipllava", "llava_next_video", "aria"),
+        *("idefics2", "janus", "deepseek_vl", "deepseek_vl_hybrid", "pp_chart2table", "moss_transcribe_diarize"),
+        *("hyperclovax_vision_v2", "glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
     }
 )
 """model_type of the configurations whose text part was compared with transformers' own answers to texts."""

@@ -104,9 +104,6 @@ def check_shardable(source: ResolvedSource, shard: ModelShard) -> Path:
     if spec is None:
         allowed = f"1 with {source}: only models of the families {', '.join(FAMILIES)} can be split"
         raise ParameterError("tensor_parallel", shard.ranks, allowed)
-    if not spec.plain_attention:
-        allowed = f"1 with {source}: recurrent layers, latent attention, gates and sinks are not split over ranks yet"
-        raise ParameterError("tensor_parallel", shard.ranks, allowed)
     shard.local(spec)
     return source
 
@@ -158,8 +155,9 @@ def head_tensors(path: Path) -> tuple[WeightNames, Mapping[str, weights.StoredTe
     family = family_of(config)
     if family is None or family.head is None:
         return WeightNames({}), {}
+    names = family.head.behind(config.get_text_config().num_hidden_layers)
     stored = _stored(path, scheme).items()
-    return family.head, {name: tensor for name, tensor in stored if name.startswith(family.head.prefixes)}
+    return names, {name: tensor for name, tensor in stored if name.startswith(names.prefixes)}
 
 
 @reads_model

@@ -25,7 +25,9 @@ from paceline.models.native.spec import spec_of
 
 # paceline's names of matrices that only multiply, or are read from their packed form
 _INPUTS = ("input_gate", "input_out", "input_project", "input_table")
-_LINEAR = frozenset({"qkv", "q_b", "o", "gate_up", "down", "experts_gate_up", "experts_down", "head", *_INPUTS})
+_LINEAR = frozenset(
+    {"qkv", "q_b", "o", "gate_up", "down", "experts_gate_up", "experts_up", "experts_down", "head", *_INPUTS}
+)
 
 
 @runtime_checkable
@@ -96,7 +98,7 @@ class StoredMatrix:
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
     stored = part.stored
     if isinstance(stored, CodedTensor):
-        codes = None if part.transposed or part.interleaved else stored.codes(to)
+        codes = None if part.transposed or part.alternating else stored.codes(to)
         if isinstance(codes, pack.Int8Weight):
             check_finite(codes.scales, part.name)
         (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1

@@ -23,6 +23,7 @@ from paceline.kernels.pack import Format
 from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     Activation,
+    BlockConvWeights,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
@@ -49,7 +50,8 @@ _ACTIVATIONS: dict[Activation, abi.Activation] = {
     "relu2": abi.Activation.RELU2,
     "xielu": abi.Activation.XIELU,
 }
-GATES_FORMAT: Format = "bf16"  # of ``RecurrentMixer.gates`` in every model: a state would carry their rounding on
+# Of ``RecurrentMixer.gates`` in every model, because a state would carry their rounding on; and of the weights of taps.
+GATES_FORMAT: Format = "bf16"
 _LINE = 64  # bytes: every weight begins on a cache line
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
@@ -194,8 +196,8 @@ class _Packer:
     def _layer(self, spec: NativeSpec, layer: LayerWeights, to: Format) -> abi.CLayer:
         heads = spec.heads_of(layer)
         return abi.CLayer(
-            qkv=self._linear(layer.qkv, to),
-            attention_out=self._linear(layer.attention_out, to),
+            qkv=abi.CLinear() if layer.qkv is None else self._linear(layer.qkv, to),
+            attention_out=abi.CLinear() if layer.attention_out is None else self._linear(layer.attention_out, to),
             gate_up=self._first_of(layer, to),
             down=abi.CLinear() if layer.down is None else self._linear(layer.down, to),
             input_norm=self._norm(layer.input_norm),
@@ -217,7 +219,7 @@ class _Packer:
             v_norm=self._vector(torch.ones(heads.dim)) if layer.v_norm else None,
             input=None if layer.input is None else pointer(self._input(layer.input, to)),
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
-            experts=None if layer.experts is None else pointer(self._experts(layer.experts, to)),
+            experts=None if layer.experts is None else pointer(self._experts(layer.experts, to, plain=layer.plain)),
             looks_ahead=layer.looks_ahead,
             sinks=None if layer.sinks is None else self._vector(layer.sinks),
             latent=None if layer.latent is None else pointer(self._latent(layer.latent, to)),
@@ -226,6 +228,15 @@ class _Packer:
             parallel=layer.parallel,
             plain=layer.plain,
             shape=None if layer.xielu is None else self._vector(self._xielu(layer.xielu)),
+            convs=None if layer.convs is None else (abi.CBlockConv * 2)(*map(self._conv, layer.convs)),
+        )
+
+    def _conv(self, conv: BlockConvWeights) -> abi.CBlockConv:
+        return abi.CBlockConv(
+            project=self._linear(conv.project, GATES_FORMAT),
+            base=self._vector(self._padded(conv.base)),
+            taps=conv.base.shape[1],
+            group=conv.group,
         )
 
     def _first_of(self, layer: LayerWeights, to: Format) -> abi.CLinear:
@@ -258,11 +269,12 @@ class _Packer:
             epsilon=latent.epsilon,
         )
 
-    def _experts(self, experts: ExpertsWeights, to: Format) -> abi.CExperts:
+    def _experts(self, experts: ExpertsWeights, to: Format, *, plain: bool) -> abi.CExperts:
         count, routing = len(experts.down), experts.routing
+        first = self._linear if plain else self._gate_up
         return abi.CExperts(
             router=self._router(experts),
-            gate_up=(abi.CLinear * count)(*(self._gate_up(linear, to) for linear in experts.gate_up)),
+            gate_up=(abi.CLinear * count)(*(first(linear, to) for linear in experts.gate_up)),
             down=(abi.CLinear * count)(*(self._linear(linear, to) for linear in experts.down)),
             count=count,
             used=routing.used,
@@ -271,6 +283,8 @@ class _Packer:
             groups=routing.groups,
             used_groups=routing.used_groups,
             group_best=routing.group_best,
+            margin=routing.margin,
+            shared_scale=experts.shared_scale,
             correction=None if experts.correction is None else self._vector(experts.correction),
             factors=None if experts.factors is None else self._vector(experts.factors),
             norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),
@@ -309,7 +323,7 @@ class _Packer:
             epsilon=mixer.epsilon,
         )
         if isinstance(mixer, Mamba2):
-            packed.skip = self._vector(mixer.skip)
+            packed.skip, packed.least_step = self._vector(mixer.skip), mixer.least_step
             packed.conv_bias = None if mixer.conv_bias is None else self._vector(mixer.conv_bias)
         return packed
 

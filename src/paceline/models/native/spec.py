@@ -187,9 +187,10 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
     norms = [source.weights[f"{name}{norm}.weight"] for norm in EXPERTS_NORMS] if spec.own_norms else []
     return ExpertsWeights(
         router=torch.cat([_scaled(router.weight, spec.scores_scale), *gate]),
-        gate_up=source.experts(f"{name}experts_gate_up"),
+        gate_up=source.experts(f"{name}experts_{'gate_up' if spec.expert.gated else 'up'}"),
         down=source.experts(f"{name}experts_down"),
         routing=spec.routing,
+        shared_scale=spec.shared_scale,
         correction=source.weights.get(f"{name}router_correction.weight"),
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
         factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
@@ -218,12 +219,12 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
     has_ones = attention is not None and attention.qk_norm is not None and not attention.qk_affine
     ones = torch.ones(attention.head_dim) if attention is not None and has_ones else None
     return LayerWeights(
-        qkv=in_order(linear(f"{name}qkv"), mixer),
-        attention_out=linear(f"{name}o"),
+        qkv=None if mixer is None else in_order(linear(f"{name}qkv"), mixer),
+        attention_out=None if mixer is None else linear(f"{name}o"),
         gate_up=None if layer.shared is None else linear(f"{name}{'gate_up' if layer.shared.gated else 'up'}"),
         down=None if layer.shared is None else linear(f"{name}down"),
-        input_norm=source.layer_norm(layer, index, "attn_norm"),
-        post_norm=source.layer_norm(layer, index, "mlp_norm"),
+        input_norm=None if mixer is None else source.layer_norm(layer, index, "attn_norm"),
+        post_norm=source.layer_norm(layer, index, "attn_norm" if mixer is None else "mlp_norm"),
         attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
         mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
         q_norm=weights.get(f"{name}q_norm.weight", ones),
@@ -232,9 +233,9 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
-        recurrent=None if isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
-        activation=(GATED if one.gated else PLAIN)[one.activation],
-        plain=not one.gated,
+        recurrent=None if mixer is None or isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
+        activation="silu" if one is None else (GATED if one.gated else PLAIN)[one.activation],
+        plain=one is not None and not one.gated,
         xielu=weights.get(f"{name}xielu.weight"),
         parallel=layer.norms == "parallel",
         cap=None if attention is None else attention.cap,
@@ -243,8 +244,8 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
         norm_after=attention is not None and attention.norm_after,
         v_norm=attention is not None and attention.v_norm,
-        place=None if reads is None else place,
-        reads_only=reads is not None,
+        place=place if mixer is None or reads is not None else None,
+        reads_only=mixer is None or reads is not None,
         input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
         scale_out=weights.get(f"{name}scale.weight"),
         latent=None if attention is None else _latent_of(attention, name, source),
@@ -300,8 +301,8 @@ def check_reference(spec: DecoderSpec) -> None:
         f"activations among {', '.join(GATED)} behind a gate, and {', '.join(PLAIN)} without": all(
             mlp.activation in (GATED if mlp.gated else PLAIN) for mlp in mlps
         ),
-        "gates in experts and beside them": all(
-            mixture.expert.gated and (mixture.shared is None or mixture.shared.gated) for mixture in experts
+        "gates in both a mixture and the MLP beside it, or in none": all(
+            mixture.shared is None or mixture.shared.gated == mixture.expert.gated for mixture in experts
         ),
         "one activation in a mixture and the MLP beside it": all(
             mixture.shared is None or mixture.shared.activation == mixture.expert.activation for mixture in experts

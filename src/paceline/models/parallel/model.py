@@ -72,6 +72,7 @@ class PartOfModel(Transformer):
         self.ranks, self.hidden_width = ranks, spec.embed_width
         for block in self._blocks:
             block.attention.output = SummedLinear(block.attention.output, ranks)
+            assert block.mlp is not None, "check_shardable refuses layers of one part"
             assert not isinstance(block.mlp, Experts), "check_shardable refuses them"
             block.mlp.down = SummedLinear(block.mlp.down, ranks)
         if spec.tied:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paceline.kernels.experts import route
 from paceline.kernels.gpu.state import Norm
-from paceline.kernels.gpu.steps import LayerSteps
+from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps
 from paceline.models.description.spec import ExpertsSpec
 from paceline.models.torch.linear import Linear
 
@@ -22,7 +22,8 @@ SharedMLP: TypeAlias = Callable[[Tensor, LayerSteps], Tensor]
 class Experts:
     """The experts of one layer. N tokens, W width, E experts, I their inner width.
 
-    gate_up [E, 2 I, W], down [E, W, I], and their biases [E, 2 I], [E, W] or None. The products of an expert are made
+    gate_up [E, 2 I, W], or up [E, I, W] of experts without gates; down [E, W, I]; and their biases [E, 2 I or I],
+    [E, W] or None. The products of an expert are made
     for all of its tokens together, expert by expert in ascending order, so the sum of a token's outputs has one order
     whatever other tokens are there.
     shared: the MLP that every token runs through besides. shared_gate: its gate, [1, W].
@@ -41,8 +42,9 @@ class Experts:
         """stacked: tensors of all experts, by their names in ``description.weights``."""
         self.spec, self.router, self.shared, self.stacked = spec, router, shared, stacked
         self.norms = norms or {}
-        self.gate_up, self.down = stacked["experts_gate_up.weight"], stacked["experts_down.weight"]
-        self._gate_up_bias, self._down_bias = (stacked.get(f"experts_{part}.bias") for part in ("gate_up", "down"))
+        first = "experts_gate_up" if spec.expert.gated else "experts_up"
+        self.gate_up, self.down = stacked[f"{first}.weight"], stacked["experts_down.weight"]
+        self._gate_up_bias, self._down_bias = stacked.get(f"{first}.bias"), stacked.get("experts_down.bias")
         self.linears: tuple[str, ...] = ("router",)
         if shared_gate is not None:
             self.shared_gate = shared_gate
@@ -66,12 +68,17 @@ class Experts:
         for expert in torch.unique(chosen).tolist():
             token, place = (chosen == expert).nonzero(as_tuple=True)
             part = _multiply(x[token], self.gate_up, self._gate_up_bias, expert)
-            part = _multiply(steps.gate(part, self.spec.expert.activation), self.down, self._down_bias, expert)
+            part = _multiply(self._activated(part, steps), self.down, self._down_bias, expert)
             out.index_add_(0, token, part * weights[token, place, None])
         return out
 
+    def _activated(self, x: Tensor, steps: LayerSteps) -> Tensor:
+        activation = self.spec.expert.activation
+        return steps.gate(x, activation) if self.spec.expert.gated else ACTIVATIONS[activation](x)
+
     def _shared(self, x: Tensor, out: Tensor) -> Tensor:
-        return out * self.shared_gate(x).sigmoid() if self.spec.shared_gate else out
+        scale = self.spec.shared_scale
+        return out * self.shared_gate(x).sigmoid() if self.spec.shared_gate else out if scale == 1.0 else out * scale
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, W] -> weights, in the dtype of x, and numbers, int64, of each token's experts, [N, used] each."""

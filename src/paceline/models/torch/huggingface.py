@@ -9,6 +9,7 @@ unmodified model.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +90,11 @@ class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
 
 class _Echo(nn.Module):
     """Replaces the decoder and returns its input, so that the model computes logits of given hidden states."""
+
+    @property
+    def decoder(self) -> _Echo:
+        """The decoder within a wrapper, as models have it whose classes are also those of encoders."""
+        return self
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
@@ -302,6 +308,10 @@ class HuggingFaceModel:
         if not fits and self.dtype != torch.float32:
             HuggingFaceModel(copy.deepcopy(model).float())  # raises ModelFormatError if it differs there, too
             return
+        takes = "position_ids" in inspect.signature(getattr(self._decoder, "decoder", self._decoder).forward).parameters
+        self._refuse_unless(
+            fits or takes, "it counts positions itself, so rows of different lengths cannot share a pass"
+        )
         self._refuse_unless(fits, f"its logits differ from transformers' own by {max(errors):.2g}")
 
     @torch.no_grad()

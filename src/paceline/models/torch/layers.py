@@ -228,16 +228,22 @@ class _PlainMLP:
         return self.down(self.activation(self.up(x)))
 
 
-def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts:
+def _dense(spec: MLPSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP:
+    return (GatedMLP if spec.gated else _PlainMLP)(spec, parts, layer)
+
+
+def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainMLP | Experts | None:
+    if spec.mlp is None:
+        return None
     if isinstance(spec.mlp, ExpertsSpec):
-        names = [f"experts_{part}.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")]
+        names = [f"experts_{part}.{kind}" for part in ("gate_up", "up", "down") for kind in ("weight", "bias")]
         names += ["experts_scale.weight", "router_correction.weight"]
         stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
-        shared = None if spec.mlp.shared is None else GatedMLP(spec.mlp.shared, parts, layer)
+        shared = None if spec.mlp.shared is None else _dense(spec.mlp.shared, parts, layer)
         gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
         norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.mlp.own_norms else ())}
         return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate, norms)
-    return (GatedMLP if spec.mlp.gated else _PlainMLP)(spec.mlp, parts, layer)
+    return _dense(spec.mlp, parts, layer)
 
 
 class _TokenInput:
@@ -276,9 +282,11 @@ class TokenInputs:
 
 
 def _mixer(
-    spec: MixerSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
-) -> _Attention | LatentAttention | RecurrentLayer:
+    spec: MixerSpec | None, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+) -> _Attention | LatentAttention | RecurrentLayer | None:
     """Return the mixer of layer ``index``; other arguments as for ``DecoderLayer``."""
+    if spec is None:
+        return None
     if not isinstance(spec, AttentionSpec):
         return RecurrentLayer(spec, parts, index, place)
     if spec.latent is None:
@@ -302,9 +310,10 @@ class DecoderLayer:
         self.mlp = _mlp(spec, parts, name)
         self.input = None if decoder.token_inputs is None else _TokenInput(decoder.token_inputs, parts, name)
         self.scale = parts.find(f"{name}.scale.weight")
-        shared = [self.mlp.shared] if isinstance(self.mlp, Experts) and isinstance(self.mlp.shared, GatedMLP) else []
-        inputs = [] if self.input is None else [self.input]
-        self.owners = (self.mixer, self.mlp, *shared, *inputs)  # of linear layers
+        shared = self.mlp.shared if isinstance(self.mlp, Experts) else None
+        beside = shared if isinstance(shared, GatedMLP | _PlainMLP) else None
+        of_layer = (self.mixer, self.mlp, beside, self.input)
+        self.owners = tuple(part for part in of_layer if part is not None)  # of linear layers
 
     @property
     def attention(self) -> _Attention:
@@ -326,6 +335,8 @@ class DecoderLayer:
         following: the norm after this layer, which is the next layer's first or the final one; None if there is none.
         """
         steps = forward.steps
+        if self.mixer is None or self.mlp is None:
+            return _add(steps, x, self._only_part(normed, forward), following)
         if self.spec.norms == "after_sum":
             x = steps.add_norm(x, self.mixer(x, forward), self.norms["attn_norm"])[1]
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
@@ -344,6 +355,13 @@ class DecoderLayer:
             return _add(steps, x, out, following)
         x = self._end(x + out, forward)
         return x, x if following is None else following(x)
+
+    def _only_part(self, normed: Tensor, forward: ForwardContext) -> Tensor:
+        """The output [N, width] of a layer that has a mixer or an MLP alone."""
+        if self.mixer is not None:
+            return self.mixer(normed, forward)
+        assert self.mlp is not None, "a layer has one of both"
+        return self.mlp(normed, forward.steps)
 
     def _end(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Add the token's vector to the layer's output x [N, width], and scale it."""

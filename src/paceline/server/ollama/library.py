@@ -23,6 +23,7 @@ from paceline.server.ollama.replies import (
 from paceline.server.streaming import Events
 
 _LATEST = ":latest"  # what Ollama's clients add to a name without a tag
+_PATIENCE = 5.0  # seconds for reading what a model's files say
 _NEVER = 100 * 365 * 86400.0  # seconds: when a model that stays loaded expires
 
 
@@ -32,6 +33,7 @@ class Library:
     def __init__(self, served: ServedModels) -> None:
         self._served = served
         self._facts: dict[str, ModelFacts] = {}
+        self._reads: dict[str, asyncio.Task[ModelFacts | None]] = {}
 
     @property
     def _names(self) -> list[str]:
@@ -109,13 +111,22 @@ class Library:
         return self._served.first.llm.engine.models.target.name if place is None else place.source.model
 
     async def _facts_of(self, name: str) -> ModelFacts | None:
-        """What a model's files say; None if they are not on this machine, or cannot be described."""
-        if name not in self._facts:
-            found = await asyncio.to_thread(_facts_at, self._source(name))
-            if found is None:
-                return None
-            self._facts[name] = found
-        return self._facts[name]
+        """What a model's files say; None if they are not on this machine, or cannot be described.
+
+        None also while files of another model are fetched, which no files can be read beside.
+        """
+        if name in self._facts:
+            return self._facts[name]
+        if name not in self._reads:
+            self._reads[name] = asyncio.create_task(asyncio.to_thread(_facts_at, self._source(name)))
+        read = self._reads[name]
+        await asyncio.wait({read}, timeout=_PATIENCE)
+        if not read.done():
+            return None
+        self._reads.pop(name, None)
+        if (facts := read.result()) is not None:
+            self._facts[name] = facts
+        return facts
 
     async def _entry(self, name: str) -> OllamaModel:
         facts = await self._facts_of(name)

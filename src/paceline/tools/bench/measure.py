@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.config import SamplingParams
@@ -100,9 +101,23 @@ class BatchRun:
         return sum(m.drafted for m in self.metrics) / sum(m.rounds for m in self.metrics)
 
     @property
+    def drafted_per_position(self) -> list[int]:
+        """Rounds of all sequences whose verified draft was at least 1, 2, ... tokens deep."""
+        return _added(m.drafted_per_position for m in self.metrics)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Rounds of all sequences that accepted at least 1, 2, ... draft tokens."""
+        return _added(m.accepted_per_position for m in self.metrics)
+
+    @property
     def saved_by_sibling(self) -> float:
         """Fraction of all sequences' rounds that accepted a draft token with a higher-ranked sibling."""
         return sum(m.saved_by_sibling for m in self.metrics) / sum(m.rounds for m in self.metrics)
+
+
+def _added(counts: Iterable[list[int]]) -> list[int]:
+    return [sum(position) for position in zip_longest(*counts, fillvalue=0)]
 
 
 def questions(llm: LLM, texts: Sequence[str]) -> list[list[int]]:

@@ -17,7 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -32,6 +32,7 @@ from paceline.engine.utilisation import Arithmetic
 from paceline.models.native.model import NativeModel
 from paceline.tools.bench.measure import run_batch, split_times, turns
 from paceline.tools.bench.prompts import COPYING, OPEN
+from paceline.tools.bench.recording import Recorder, Round
 from paceline.tools.bench.sets import SETS, SetName
 from paceline.version import __version__
 
@@ -53,7 +54,8 @@ class Timing:
 
     acceptance_rate: accepted / drafted; mean_acceptance_length: tokens per round; drafted_a_round: draft tokens
         verified per round; saved_by_sibling: fraction of rounds that accepted a draft token with a higher-ranked
-        sibling. latency: of its first, last and all sequences. None where a side does not report it.
+        sibling; drafted_per_position, accepted_per_position: as in ``outputs.Metrics``, over all sequences.
+        latency: of its first, last and all sequences. None where a side does not report it.
     """
 
     prefill_seconds: float
@@ -65,6 +67,8 @@ class Timing:
     latency: Latency | None = None
     drafted_a_round: float | None = None
     saved_by_sibling: float | None = None
+    drafted_per_position: list[int] | None = None
+    accepted_per_position: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,21 @@ class Side(Protocol):
 class Paceline:
     """paceline with or without speculation. references: per prompt, texts to copy from.
 
-    temperature: 0 is greedy; otherwise every prompt's seed is its place in the batch.
+    temperature: 0 is greedy; otherwise every prompt's seed is its place in the batch. recorder: records the rounds of
+    its runs. runs: those of each run, the warm-up first.
     """
 
     name: str
     llm: LLM
     references: Sequence[Sequence[str]] | None = None
     temperature: float = 0.0
+    recorder: Recorder | None = None
+    runs: list[list[Round]] = field(default_factory=list)
+
+    def recorded(self) -> Paceline:
+        """Return the side with a record of its rounds, which run as before."""
+        engine = self.llm.engine
+        return replace(self, recorder=engine.use_policy(Recorder(engine.parts.policy)))
 
     def time(self, prompts: Sequence[Ids], tokens: int) -> Timing:
         params = [
@@ -133,6 +145,9 @@ class Paceline:
             for place in range(len(prompts))
         ]
         run = run_batch(self.llm, prompts, params, references=self.references)
+        if self.recorder is not None:
+            self.runs.append([*self.recorder.rounds])
+            self.recorder.rounds.clear()
         prefill, decode = run.prefill_and_decode_seconds
         return Timing(
             prefill,
@@ -144,6 +159,8 @@ class Paceline:
             run.latency,
             run.drafted_a_round,
             run.saved_by_sibling,
+            run.drafted_per_position,
+            run.accepted_per_position,
         )
 
 
@@ -269,6 +286,25 @@ def measure(
         known = arithmetic if name in ours else None
         used = None if known is None else known.utilisation(median.tokens, median.decode_seconds)
         yield OfflineResult(name, len(prompts), prompt_tokens, tokens, median, every, speed_up, used)
+
+
+def logged_rounds(sides: Sequence[Side], batch_size: int) -> Iterator[dict[str, Any]]:
+    """The rounds of all timed runs of recorded sides, for JSON. Numbers of tokens are per row."""
+    for side in sides:
+        runs = side.runs[1:] if isinstance(side, Paceline) else []
+        for repeat, rounds in enumerate(runs):
+            for number, made in enumerate(rounds):
+                yield {
+                    "side": side.name,
+                    "batch_size": batch_size,
+                    "repeat": repeat,
+                    "round": number,
+                    "ms": made.ms,
+                    "k": made.k,
+                    "drafted": made.drafted,
+                    "accepted": made.accepted,
+                    "depths": made.depths,
+                }
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:

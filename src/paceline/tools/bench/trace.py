@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
@@ -85,6 +86,27 @@ def _traced(draft: Draft | None, verdict: Verdict, sources: Sequence[str]) -> Tr
     parents = chain if draft is None or draft.parents is None else draft.parents[0][:count]
     path = list(range(accepted)) if verdict.path is None else verdict.path[0]
     return TracedRound(tokens, parents, path, verdict.tokens[0], sources[:count])
+
+
+def document(title: str, answer: CompletionOutput, rounds: Sequence[TracedRound], show: Show) -> dict[str, Any]:
+    """The trace for JSON. title, show: as in ``page``. path: indices of the accepted draft tokens of a round."""
+    return {
+        "engine": title,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "metrics": asdict(answer.metrics),
+        "rounds": [
+            {
+                "draft_tokens": list(made.draft_tokens),
+                "texts": [*map(show, made.draft_tokens)],
+                "parents": list(made.parents),
+                "sources": list(made.sources),
+                "path": list(made.path),
+                "tokens": list(made.tokens),
+            }
+            for made in rounds
+        ],
+    }
 
 
 def page(
