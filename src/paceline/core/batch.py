@@ -93,7 +93,7 @@ class SpeculationPlan:
     fallback: called by drafters that combine n-gram lookup with a model; None leaves the choice to the drafter.
     note: whatever the policy wants to have back with the verdict of the round (``Verdict.note``).
     least_matches: ``fallback`` of rounds on a device, whose drafts are not seen: tokens that a match must have in each
-        live row, so that its n-gram draft replaces the model's. None: as many as are searched for.
+        live row, so that its n-gram draft replaces the model's. None: the drafter's own number.
     """
 
     k: int

@@ -39,7 +39,8 @@ CONFIDENCE = [
     for matched in range(LONGEST_SUFFIX + 1)
 ]
 _KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING_KIND)]
-STRONG = CONFIDENCE[5][0]  # score of the first draft token after a match of five tokens
+STRONG_MATCH = 5  # tokens
+STRONG = CONFIDENCE[STRONG_MATCH][0]  # score of the first draft token after such a match
 
 
 class AnswerTexts:

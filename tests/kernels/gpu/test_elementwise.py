@@ -140,15 +140,18 @@ def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pyt
         same._blocks, same.steps = blocks, TritonSteps()
         decoder = Decoder(same, make_backend("ragged", torch.device("cpu")), rows, 1000)
         decoder.passes.packs = True  # type: ignore[attr-defined]
+        given = torch.zeros(rows, new, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), 900
+        if not names:
+            decoder.forward(*given)  # which checks the tiles of the products
         with counted(monkeypatch) as found:
-            decoder.forward(torch.zeros(rows, new, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), 900)
+            decoder.forward(*given)
         names.append(found)
     return names[0] - names[1]
 
 
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
 @pytest.mark.parametrize("weights", ["as they are", "int8"])
-@pytest.mark.parametrize(("rows", "new", "most"), [(1, 1, 10), (8, 8, 10), (200, 1, 9)])
+@pytest.mark.parametrize(("rows", "new", "most"), [(1, 1, 10), (8, 8, 10), (150, 1, 9)])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_opt])
 def test_a_layer_takes_at_most_ten_kernels(
     make: Any, rows: int, new: int, most: int, weights: str, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from paceline.core.rows import LOGPROB_SIZES, NOTHING, RowState, StepFeatures
 from paceline.core.values import DeviceAcceptance, Purpose
 from paceline.drafters.lookup import LONGEST_SUFFIX
 from paceline.drafters.model import draw_chain
+from paceline.drafters.ngram import STRONG_MATCH
 from paceline.engine.rounds.references import References
 from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Graphs, Named, Ring, Ticket, Upload
@@ -78,7 +79,7 @@ class DeviceRound:
         self.can_draft, self.copies = draft is not None or copies, copies
         self.mixes = copies and draft is not None
         self._references = References(batch) if copies else None
-        self._least_matches = Upload(batch.device, [LONGEST_SUFFIX] * batch.capacity)
+        self._least_matches = Upload(batch.device, [STRONG_MATCH] * batch.capacity)
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.capacity
@@ -118,10 +119,10 @@ class DeviceRound:
     def replace_drafts_from(self, least_matches: Sequence[int] | None) -> None:
         """Set the tokens that a match needs in each live row, so that its n-gram draft replaces the model's.
 
-        None: as many as are searched for. Uploads only if a number has changed.
+        None: ``STRONG_MATCH``. Uploads only if a number has changed.
         """
         known = [] if least_matches is None else least_matches
-        self._least_matches.set([*known, *[LONGEST_SUFFIX] * (self.capacity - len(known))])
+        self._least_matches.set([*known, *[STRONG_MATCH] * (self.capacity - len(known))])
 
     @property
     def fed_tokens(self) -> int:
