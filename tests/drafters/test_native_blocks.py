@@ -162,3 +162,17 @@ def test_a_drafter_may_score_a_part_of_its_vocabulary(kind: str) -> None:
     ours, alone = (answers(run(each, prompts, params)) for each in (engine, make_engine(target)))
     assert ours == alone
     assert len(drafted) > 2
+
+
+@pytest.mark.parametrize(("width", "own"), [(1, "int8"), (3, "int8"), (3, "torch")])
+def test_rows_draft_up_to_the_end_of_their_cache(width: int, own: str) -> None:
+    """The block lies behind the text, where the target has no slots."""
+    target, options = tiny_native(1), {"max_model_len": 24}
+    made = tiny_block(target, 72) if own == "torch" else tiny_native_block(target, 72)
+    more = {"drafter": "feature", "speculation_width": width, "num_speculative_tokens": 4}
+    engines = make_engine(target, made, **more, **options), make_engine(target, **options)
+    prompts = [[1, 2, 3, 4, 5], list(range(1, 20)), [6, 7]]
+    params = [SamplingParams(temperature=0, max_tokens=24 - len(prompt)) for prompt in prompts]
+    ours, alone = (answers(run(engine, prompts, params)) for engine in engines)
+    assert ours == alone
+    assert [len(each[0]) for each in ours] == [24 - len(prompt) for prompt in prompts]
