@@ -424,7 +424,7 @@ class Pass {
     const size_t stride = static_cast<size_t>(m_.padded_width);
     float* normed = m_.convolved_.as<float>();
     float* convolved = normed + stride * static_cast<size_t>(tokens_.count);
-    for (int i = share.first; i < share.last; ++i) k_.rms_norm(residual(i), before, m_.padded_width, normed + stride * static_cast<size_t>(i));
+    for (int i = share.first; i < share.last; ++i) k_.apply_norm(residual(i), before, m_.padded_width, normed + stride * static_cast<size_t>(i));
     pool_.meet();
     const auto input = prepare(normed, m_.padded_width, nullptr, conv.project, thread);
     multiply(conv.project, input, Epilogue::kStore, m_.taps_.as<float>(), tap_stride(conv), thread);
