@@ -15,6 +15,7 @@ NAMES = {*FAMILIES, *GGUF_FAMILIES, *(name for family in FAMILIES.values() for n
 
 # Comparisons with these names that are not of a model's family, by file.
 OTHER_MEANINGS = {
+    "drafters/heads/block_layouts.py": 1,  # whose layers block drafters have in speculators' layout
     "models/text/gguf_tokenizer.py": 4,  # kinds of tokenizers: tokenizer.ggml.model and tokenizer.ggml.pre
     "tools/training/target.py": 1,  # whose checkpoints a trained draft model can be written as
 }

@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED: Granite's multipliers, and norms after each part, too."""
+"""HyperCLOVA X SEED: Granite's multipliers, also of logits, which Granite divides, and norms after each part, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from paceline.models.families.base import LLAMA_NAMES, Family
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
     spec = granite.describe(config)
-    if spec is None or not config.use_post_norm:
+    if spec is None:
+        return None
+    spec = replace(spec, logits_scale=float(config.logits_scaling))
+    if not config.use_post_norm:
         return spec
     if config.residual_multiplier != 1.0:  # the norms' epsilon hides what a factor behind them changes
         return None

@@ -28,7 +28,7 @@ def sparse_layers(config: PretrainedConfig) -> list[bool]:
     """Return which layers have experts, by Qwen's fields."""
     step, dense = getattr(config, "decoder_sparse_step", 1), config.mlp_only_layers or ()
     return [
-        index not in dense and config.num_experts > 0 and (index + 1) % step == 0
+        index not in dense and config.num_experts != 0 and (index + 1) % step == 0
         for index in range(config.num_hidden_layers)
     ]
 
