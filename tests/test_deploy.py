@@ -32,9 +32,10 @@ def exported() -> Iterator[str]:
 def labels_of(name: str) -> set[str]:
     """The labels of a series besides those that Prometheus adds."""
     meter = Meter(log_interval=1)
-    kinds = {"position": meter._accepted_at, "finished_reason": meter._answers, "status": meter._errors}
-    kinds |= {"sequence": meter._tpot, "held_for": meter._bytes_gauge, "runner": meter._rounds_by}
-    return {label for label, metric in kinds.items() if re.fullmatch(f"{metric._name}(_(total|sum|count))?", name)}
+    kinds = [("position", meter._accepted_at), ("position", meter._drafted_at), ("finished_reason", meter._answers)]
+    kinds += [("status", meter._errors), ("sequence", meter._tpot)]
+    kinds += [("held_for", meter._bytes_gauge), ("runner", meter._rounds_by)]
+    return {label for label, metric in kinds if re.fullmatch(f"{metric._name}(_(total|sum|count))?", name)}
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: f"{panel['id']}-{panel['title']}")

@@ -166,7 +166,8 @@ ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside target
     "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
     "dflash2": functools.partial(tiny_native_block, kind="dflash2"),
 }
-WIDTHS = {"toy": 8, "flat": 8, "llama": 32, **dict.fromkeys(OTHER_STATES, 48), "native": 72, "experts": 72, "lfm2": 48}
+WIDTHS = {"toy": 8, "flat": 8, "llama": 32, "native": 72, "experts": 72, "lfm2": 48}
+WIDTHS |= {**dict.fromkeys(OTHER_STATES, 48), "mamba2": 64}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:

@@ -583,8 +583,10 @@ class RandomStops(RandomLength):
     name = "stops"
 
     def choose(self, batch: Batch) -> SpeculationPlan:
-        stops = lambda _batch, scores, _follows=None: self.rng.random() < 0.4 or not 0 <= scores[0][-1] <= 1  # noqa: E731
-        return replace(super().choose(batch), stop_drafting=stops)
+        return replace(super().choose(batch), stop_drafting=self._stops)
+
+    def _stops(self, _batch: Batch, scores: Sequence[Sequence[float]], _parents: Any = None) -> bool:
+        return self.rng.random() < 0.4 or not all(0 <= line[-1] <= 1 for line in scores if line)
 
 
 def kinds(answer: CompletionOutput) -> dict[str, int]:

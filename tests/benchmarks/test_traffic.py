@@ -43,7 +43,7 @@ def test_prompts_are_not_those_of_the_profile() -> None:
 
 def test_every_policy_serves_every_request(tmp_path: Path) -> None:
     load = Load(requests=5, interval=0.002, cv=1.0, tokens=6, max_batch_size=3)
-    llm = toy_llm(drafter="ngram")
+    llm = toy_llm(drafter="ngram", prefix_cache=False)
     results = list(measure(llm, [[1, 2, 1], [3, 4]], ["steady", "varying"], load, 1, lambda steps: steps))
     assert {r.policy for r in results} == set(POLICIES) - {"profiled"}  # there is no profile
     assert all(0 < r.p50 <= r.p99 and 1 <= r.mean_rows <= 3 for r in results)
@@ -61,7 +61,7 @@ def test_every_policy_serves_every_request(tmp_path: Path) -> None:
 
 
 def test_with_a_profile_its_policy_takes_part_and_plain_decoding_still_does(tmp_path: Path) -> None:
-    llm = toy_llm(drafter="ngram")
+    llm = toy_llm(drafter="ngram", prefix_cache=False)
     path = tmp_path / "profile.json"
     measured, _ = profile.run_profile(llm, [[1, 2, 1, 2], [4, 5]], profile.Sweep.quick(), lambda steps, what: steps)
     measured.save(path)

@@ -271,7 +271,7 @@ def test_a_fault_of_one_request_ends_only_that_request(
     assert [output.error for output in good] == [None] * 4
     assert [answer.finish_reason for answer in bad.outputs] == ["error"] * n
     assert bad.error is not None
-    assert ("Overflow" if where == "set up" else f"{where} failed") in str(bad.error)
+    assert ("too big" if where == "set up" else f"{where} failed") in str(bad.error)
     assert all(answer.metrics.finished is not None for answer in bad.outputs)
     assert sorted(map(id, told)) == sorted(map(id, [*good, bad])), "every request's end is reported once"
 

@@ -91,32 +91,8 @@ def test_attention_that_cannot_be_expressed_is_refused(reason: str) -> None:
         load_model(tiny(*_REFUSED[reason]), dtype=torch.float32)
 
 
-_LINEAR = {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
-_GRANITE = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "shared_intermediate_size": 16,
-    "layer_types": ["mamba", "attention", "mamba"],
-}
 _JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
 _HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
-    "qwen3_next": (_BASE | _LINEAR | _EXPERTS, "2 of its 3 layers are of the kind linear_attention"),
-    "granitemoehybrid": (_BASE | _MAMBA | _GRANITE, "2 of its 3 layers are of the kind linear_attention"),
-    "bamba": (_BASE | _MAMBA | {"attn_layer_indices": [1]}, "2 of its 3 layers are of the kind linear_attention"),
     "jamba": (_BASE | _JAMBA | {"attn_layer_offset": 1}, "2 of its 3 layers are of the kind linear_attention"),
     "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}, "2 of its 2 layers"),
 }

@@ -44,7 +44,10 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models with large vocabularies: ``gguf/large.gguf``, and directories ``native`` and ``foreign``."""
     root = tmp_path_factory.mktemp("models")
     write_gguf(root / "gguf" / "large.gguf")
-    for name, (kind, fields) in {"native": NATIVE["qwen2"], "foreign": FOREIGN["cohere"]}.items():
+    for name, (kind, fields) in {
+        "native": NATIVE["qwen2"],
+        "foreign": FOREIGN["cohere with norms of queries and keys"],
+    }.items():
         tiny(kind, fields | SHAPE).save_pretrained(root / name)
         backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(letters())}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -133,7 +133,7 @@ def test_drafting_rounds_are_derived_from_token_kinds(kinds: str, kept: list[int
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_reply_with_one_answer_has_acceptance_figures_at_its_root(live: Live, path: str) -> None:
     prompt: Any = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
-    body = prompt | {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "metrics": True}
+    body = prompt | {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "metrics": True, "keep_prefix": False}
     whole = live.post(path, body).json()
     lines = live.post(path, body | {"stream": True}).text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

@@ -21,7 +21,8 @@ MESSAGES = [{"role": "user", "content": "write it again"}]
 
 
 def ask(live: Live, prediction: Any = None, **options: Any) -> dict[str, Any]:
-    given = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0.0, "seed": 3, "metrics": True} | options
+    given = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0.0, "seed": 3, "metrics": True}
+    given |= {"keep_prefix": False} | options  # an answer is not drafted from those before
     reply = live.post("/v1/chat/completions", given | ({} if prediction is None else {"prediction": prediction}))
     assert reply.status_code == 200, reply.text
     document: dict[str, Any] = reply.json()

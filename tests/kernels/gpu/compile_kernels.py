@@ -167,17 +167,18 @@ def attention() -> dict[str, Used]:
         constants = {
             "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
             "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
-            "HEAD_TILES": 1, "IDLE_ROWS": tree == "none",
+            "HEAD_TILES": 1, "IDLE_ROWS": tree == "none", "CAPPED": False, "SINKS": False,
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2
         key = f"attend {element} D={dim} tile={tile} tree={tree}"
         of_tree = "*i32" if tree == "paths" else "*i8"
         found[key] = build(
             attend_kernel, constants, warps=tiles.warps_for(tile, dim), stages=tiles.stages_for(dim, size),
-            tree=of_tree, q=element, k=element, v=element, out=element,
+            tree=of_tree, sinks="*fp32", cap="fp32", q=element, k=element, v=element, out=element,
         )  # fmt: skip
-        constants = {"DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
-        found[f"join {element} D={dim}"] = build(join_kernel, constants, warps=join_warps(dim), out=element)
+        constants = {"HEADS": 8, "SINKS": False, "DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
+        join = build(join_kernel, constants, warps=join_warps(dim), out=element, sinks="*fp32")
+        found[f"join {element} D={dim}"] = join
     return found
 
 

@@ -58,7 +58,14 @@ def test_log_probabilities_of_the_text_are_those_of_a_chat(live: Live, top: int 
     )
     assert said.choices[0].logprobs is not None
     wanted = [entry.model_dump() for entry in said.choices[0].logprobs.content or () if entry.token != "<eos>"]
-    assert [entry.model_dump() for entry in item.content[0].logprobs] == wanted
+    found_ones = [entry.model_dump() for entry in item.content[0].logprobs]
+    assert [(each["token"], each["bytes"]) for each in found_ones] == [
+        (each["token"], each["bytes"]) for each in wanted
+    ]
+    # The second answer is drafted from the first: in torch the last bits depend on how many tokens share a pass.
+    for each, other in zip(found_ones, wanted, strict=True):
+        assert each["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+        assert [top["token"] for top in each["top_logprobs"]] == [top["token"] for top in other["top_logprobs"]]
     assert found.top_logprobs == (top or 0)
     events = list(ask(live, **changes, stream=True))
     deltas = [entry.model_dump() for event in events if event.type.endswith("text.delta") for entry in event.logprobs]

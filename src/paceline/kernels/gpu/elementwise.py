@@ -63,6 +63,8 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "relu":
         y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
