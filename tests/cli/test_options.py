@@ -80,7 +80,7 @@ def test_what_only_a_loaded_engine_cannot_use_is_refused_too(paceline: Any, tiny
 
 
 def test_verify_takes_no_parameters_from_lines(paceline: Any, tiny: str, tmp_path: Path) -> None:
-    others = ('"temperature": 0.3', '"references": ["y"]', '"custom_id": "z"')
+    others = ('"temperature": 0.3', '"references": ["y"]', '"n": 2')
     for line in (*(f'{{"prompt": "x", {other}}}' for other in others), '{"messages": [], "temperature": 0.3}'):
         (tmp_path / "lines").write_text(line)
         result = paceline("verify", tiny, "--prompts-file", str(tmp_path / "lines"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 from paceline.chat.values import AssistantMessage
 from paceline.config import LOOKS_UP, MAX_REFERENCE_TOKENS, MAX_REFERENCES, EngineConfig, SamplingParams
@@ -95,6 +96,7 @@ class Intake:
     eos_token_ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
     embeds_only: bool = False
+    _private: Iterator[int] = field(default_factory=count, init=False)  # scopes of requests that share no answers
 
     def begin(self, request: Request, request_id: str) -> tuple[RequestOutput, list[Row]]:
         """Return the result, which fills up, and its sequences, which may wait for rows."""
@@ -105,7 +107,7 @@ class Intake:
             reading = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
             output.prompt_logprobs = reading.logprobs
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        group, scope = self._request_group(request, request_id), self._scope_of(request)
+        group, scope = self._request_group(request), self._scope_of(request)
         common = _SharedFields(request, request_id, seed, arrival, group, scope)
         rows = [self._sequence(common, index) for index in range(1 if request.only_read else params.answers)]
         rows[0].reading = reading
@@ -114,11 +116,11 @@ class Intake:
             row.rivals = output.candidates
         return output, rows
 
-    def _request_group(self, request: Request, request_id: str) -> RequestGroup:
+    def _request_group(self, request: Request) -> RequestGroup:
         """Return the texts that drafts can be copied from beside a sample's own text."""
         # The rejection rule's texts depend on the drafts: the same call gives the same text only without earlier ones.
         shares = request.params.keep_prefix and self.config.prefix_cache and self.config.acceptance != "rejection"
-        return RequestGroup(request.references, _owner_parts(request) if shares else (request_id,))
+        return RequestGroup(request.references, _owner_parts(request) if shares else (f"{next(self._private)}",))
 
     def _scope_of(self, request: Request) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""
