@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import native, pack
+from paceline.kernels.abi import INPUT_MULTIPLE, PANEL
 from paceline.kernels.pack import Format
 from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotary
 from paceline.models.native.model import NativeModel
@@ -87,3 +88,11 @@ def test_the_bytes_of_a_decoder_are_those_of_this_layout_version_on_every_instru
     assert packed is not None
     assert packed.nbytes == model.weight_bytes()
     assert (pack.LAYOUT_VERSION, digest(packed)) == (VERSION, DECODER[quantization]), CHANGED
+
+
+@pytest.mark.parametrize("to", MATRIX)
+def test_a_transposed_weight_that_needs_no_padding_is_packed_like_its_copy(to: Format) -> None:
+    """Latent attention absorbs the transpose of a part of its matrix."""
+    across = some_weight(4 * INPUT_MULTIPLE, 2 * PANEL).T
+    packed, copied = (pack.pack(pack.quantise(weight, to)) for weight in (across, across.contiguous()))
+    assert digest(packed.weights, packed.scales) == digest(copied.weights, copied.scales)

@@ -210,11 +210,11 @@ def _panels(weight: Weight, inputs: int) -> Tensor:
     """The weight in the kernels' order, panel by panel; its inputs and outputs are padded."""
     outputs, stored = weight.values.shape
     columns = round_up(outputs, PANEL)
-    values = pad(weight.values, (0, inputs - stored, 0, columns - outputs))
+    values = pad(weight.values, (0, inputs - stored, 0, columns - outputs)).contiguous()
     if isinstance(weight, Int8Weight):
         return _by_panels((values.to(torch.int16) + INT8_ZERO).to(torch.uint8).view(torch.int32))
     if isinstance(weight, Bf16Weight):
-        return _by_panels(values.contiguous().view(torch.int32))
+        return _by_panels(values.view(torch.int32))
     return _pack_int4(values, weight, columns, inputs)
 
 
