@@ -77,6 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
         options.model,
         drafter="ngram",
         num_speculative_tokens=DRAFT_TOKENS,
+        lookup_tokens=0,  # every method answers the same problems
         quantization="int8",
         max_batch_size=16,
         max_model_len=1024,

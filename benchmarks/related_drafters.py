@@ -106,7 +106,7 @@ def contender(kind: str, options: argparse.Namespace) -> Contender:
     """The target with this drafter, whose length is ``auto``."""
     directory = options.folder / kind
     if kind == "ngram":
-        llm = LLM(options.model, drafter="ngram", quantization="int8", use_tqdm=False)
+        llm = LLM(options.model, drafter="ngram", lookup_tokens=0, quantization="int8", use_tqdm=False)
     elif (directory / "model.safetensors").exists():
         drafter = "model" if kind == "model" else "feature"
         llm = LLM(options.model, str(directory), drafter=drafter, quantization="int8", use_tqdm=False)

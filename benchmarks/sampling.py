@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [int(number) for number in arguments.rows.split(",")]
     # All prompts are prefilled at once: rows that join late would leave few rounds with all of them.
     options: dict[str, Any] = {"max_batch_size": max(rows), "max_model_len": 512, "longest_pause": None}
-    llm = LLM(arguments.model, drafter="ngram", quantization="int8", **options)
+    llm = LLM(arguments.model, drafter="ngram", lookup_tokens=0, quantization="int8", **options)
     for drafter in arguments.drafters.split(","):
         engine = llm.plain() if drafter == "plain" else llm
         for number in rows:

@@ -57,11 +57,11 @@ def demo(
 def compare(llm: LLM, max_tokens: int, repeats: int = REPEATS) -> tuple[BatchRun, BatchRun]:
     """The median runs of the same greedy batch with speculation and without, alternating after a warm-up."""
     prompts = [llm.tokens_of_chat([{"role": "user", "content": prompt}]) for prompt in COPYING]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, keep_prefix=False)  # no run drafts from another
     sides = [llm, llm.plain()]
     with working("warming up"):
         for side in sides:
-            run_batch(side, prompts, SamplingParams(temperature=0, max_tokens=4))
+            run_batch(side, prompts, SamplingParams(temperature=0, max_tokens=4, keep_prefix=False))
     runs: list[list[BatchRun]] = [[], []]
     with Bar("batches", 2 * repeats) as bar:
         for _ in range(repeats):

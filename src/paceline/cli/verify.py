@@ -59,7 +59,7 @@ def verify(
     check_draft_tokens(llm, engine.drafter)
     own = [*(_encode(llm, text) for text in prompt or ()), *(tokens_of(llm, job) for job in asked)]
     prompts = own or [_encode(llm, text) for text in [*COPYING[:4], *OPEN[:4]]]
-    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, keep_prefix=False)  # no side drafts from another
     rules: tuple[AcceptanceName, ...] = ("coupled", "rejection") if samples else ()
     comparisons: list[Comparison] = []
     tests: list[DistributionTest] = []

@@ -144,7 +144,7 @@ def _play(
 def _run(engine: Engine, prompts: Sequence[list[int]], size: int, k: int, tokens: int, first: int) -> _Run:
     recorder = Recorder(FixedLength(k))
     engine.use_policy(recorder)
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, keep_prefix=False)  # prompts repeat
     for row in range(size):
         engine.add(Request(prompts[(first + row) % len(prompts)], params))
     while engine.busy:
