@@ -70,8 +70,8 @@ class Texts {
     while (held_ > most_ && texts_.size() > 1) forget_oldest();
   }
 
-  // The longest match, if it is longer than `best`, which stands in other texts. Of equally long ones it is the latest that
-  // goes on as most of them do.
+  // The longest match, if it is longer than `best`, which stands in other texts. Among equally long ones the latest that goes on
+  // as most of them do.
   Match longer_match(const Row& row, const Match& best) const {
     Match matches[kMostPlaces];
     for (int chain = 0; chain < kChains; ++chain) {
@@ -117,7 +117,7 @@ class Texts {
   const Text& at(int64_t number) const { return texts_[number - oldest_]; }
   static bool shorter(const Match& a, const Match& b) { return a.size < b.size; }
 
-  // Of the `gram` tokens that end at `last`. Different n-grams may share a key: their tokens are compared.
+  // A key of the `gram` tokens that end at `last`. Different n-grams may share a key: their tokens are compared.
   template <typename Token>
   static uint64_t key(const Token* last, int64_t gram) {
     uint64_t key = 0;

@@ -27,7 +27,7 @@ class FeatureDrafter(ModelDrafter):
     An EAGLE-3 head (arXiv 2503.01840) reads each draft token before it makes the next. A parallel head (P-EAGLE, arXiv
     2602.01469) reads masks instead, a hidden transfer head (arXiv 2404.12022) pseudo hidden states, and a Chimera head
     (arXiv 2402.15758) nothing. These three make the logits of all draft tokens in one pass, before the first is
-    sampled. So does a block drafter (``heads.block``), whose logits may also depend on the draft token before.
+    sampled. A block drafter (``heads.block``) does, too, and its logits may depend on the draft token before.
 
     Tokens outside of the head's vocabulary have probability 0. After a round the head reads the accepted tokens again,
     now with the target's hidden states. A row of one token has no hidden states yet, and gets no draft tokens. Trees

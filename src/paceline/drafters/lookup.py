@@ -3,8 +3,8 @@
 Shapes: R slots for rows, B live rows, T tokens of text, k draft tokens.
 
 Sources are the row's own text, the request's references, answers of this and of other requests, and documents that
-serve all rows. The longest match wins, then the first of these sources. Of equally long matches the latest in the row's
-own text wins; elsewhere the latest that goes on as most of them do.
+serve all rows. The longest match wins, then the first of these sources. Among equally long matches in the row's own
+text the latest wins; elsewhere the latest that goes on as most of them do.
 
 There are two implementations with the same results. The native one takes microseconds per round, the one in Python
 about a hundred microseconds per row.

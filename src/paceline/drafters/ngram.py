@@ -32,7 +32,7 @@ from paceline.drafters.lookup import (
 __all__ = ["LONGEST_SUFFIX", "STRONG", "NgramDrafter"]
 
 # Score of each draft token, by the number of matched tokens: n^2 / (n^2 + 8), where n grows by one with each draft
-# token that is right. Of the first one it is multiplied by the share of the matches that agree on it.
+# token that is right. The first one's is multiplied by the share of matches that agree on it.
 # ``lengths.scores`` turns scores into probabilities.
 CONFIDENCE = [
     [n**2 / (n**2 + 8) for n in range(matched, matched + MAX_SPECULATION_LENGTH)]
@@ -79,9 +79,9 @@ class NgramDrafter(Drafter):
     """Finds each row's last tokens elsewhere (the longest match of 8 down to 1), and proposes what followed them there.
 
     It searches the row's own text, its request's references, answers of this and other requests, and ``documents``.
-    The longest match wins, then the first of these sources. Of equally long matches the latest wins, elsewhere than in
-    the own text the latest that goes on as most do. A continuation that reaches the end of the row's own text repeats
-    from the match on. Rows without a match get no draft tokens.
+    The longest match wins, then the first of these sources. Among equally long matches in the row's own text the latest
+    wins, elsewhere the latest that goes on as most do. A continuation that reaches the end of the row's own text
+    repeats from the match on. Rows without a match get no draft tokens.
 
     documents: token ids, indexed once for all rows. References are indexed once per request, and answers as they grow,
         in rounds that search and at their ends.

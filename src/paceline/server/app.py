@@ -302,7 +302,7 @@ def _add_operations(app: FastAPI, served: ServedModels) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format. Of several models each value has the label ``model``."""
+        """Metrics in Prometheus' text format, labelled with ``model`` where there are several models."""
         return Response(served.metrics(), media_type=PROMETHEUS)
 
     @app.get("/load", response_model=replies.ServerLoad)

@@ -2,7 +2,7 @@
 
 A head's score of a token is its query times a key that a matrix makes from the token's vector. The backends multiply
 the query by that matrix instead (the absorbed form; DeepSeek-V2, arXiv 2405.04434, section 2.1.2): then all heads read
-the vector itself, and a second matrix of each head is applied to the weighted sum of the vectors. So prompts, drafts
+the vector itself, and a second matrix of each head is applied to the weighted sum of the vectors. Prompts, drafts
 and decoding have one arithmetic, and the cache holds one vector of a token.
 """
 

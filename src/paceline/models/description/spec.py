@@ -88,7 +88,7 @@ class AttentionSpec:
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
     latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
-        which is also its value. So kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
+        which is also its value. kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
 
     heads: int
