@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from paceline.core.slots import Slots
+from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, Model, cache_of
@@ -293,9 +294,9 @@ class Runner:
         plan = backend.plan(positions, longest)
 
         class Noted(CachedAttend):
-            def again(noted, layer: int, q: Tensor, **how: Any) -> Tensor:  # noqa: N805
+            def again(noted, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:  # noqa: N805
                 self.calls.append(layer)
-                return super().again(layer, q, **how)
+                return super().again(layer, q, terms)
 
         attend = Noted(
             self.cache, backend, plan, Slots.listed(range(first_row, first_row + len(tokens)), tokens.device)

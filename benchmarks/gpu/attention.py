@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.config import AttentionName
 from paceline.kernels.attention import AttentionBackend, Plan, make_backend
-from paceline.kernels.attention.base import SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.gpu.graphs import Graphs
 from paceline.tools.bench.plots import new_figure, save
 
@@ -90,23 +90,11 @@ class TorchSDPA:
         plan.masks[None, 0] = ~plan.hidden(None)[:, None]
         return plan
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
-        assert terms is None, "the shapes of this benchmark have none"
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
+        assert terms is PLAIN, "the shapes of this benchmark have no others"
         keys, values = k_cache[:, :, : plan.longest], v_cache[:, :, : plan.longest]
         gqa = q.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=plan.masks[None, 0], scale=scale, enable_gqa=gqa
-        )
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.masks[None, 0], enable_gqa=gqa)
 
 
 def backend_of(name: str, device: torch.device) -> AttentionBackend:
@@ -160,7 +148,7 @@ class Tensors:
 
         def run() -> Tensor:
             for keys, values in zip(self.keys, self.values, strict=True):
-                out = backend.attend(self.q, keys, values, plan, scale=None, window=None)
+                out = backend.attend(self.q, keys, values, plan)
             return out
 
         return run

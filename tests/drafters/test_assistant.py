@@ -32,6 +32,7 @@ from paceline.drafters.heads.assistant_loading import cache_places
 from paceline.drafters.heads.loading import find_head, load_head_for
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels import native, structs
+from paceline.kernels.attention.base import AttentionTerms
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import cache_of
 from paceline.models.families import describe
@@ -140,9 +141,9 @@ def test_layers_on_the_kernels_are_those_in_torch(quantization: Quantization | N
     plan.cache_rows = slots
 
     class Keys:
-        def again(self, layer: int, q: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        def again(self, layer: int, q: Tensor, terms: AttentionTerms) -> Tensor:
             keys, values = cache.layer(layer)
-            return backend.attend(q, keys.float(), values.float(), plan, scale=scale, window=window)
+            return backend.attend(q, keys.float(), values.float(), plan, terms)
 
     exact = slow.decoder.run(x.flatten(0, 1), last, Keys())  # type: ignore[arg-type]
     described, index = structs.cache(cache), slots.index[:, None].expand(-1, 2).flatten()

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from paceline.core.cache import KVCache
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
-from paceline.kernels.attention.base import SoftmaxTerms
+from paceline.kernels.attention.base import AttentionTerms
 from paceline.kernels.experts import Routing
 from paceline.kernels.pack import Weight
 from paceline.kernels.spec import ExpertsWeights, Heads, LatentWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
@@ -223,10 +223,10 @@ def cache_for(spec: NativeSpec, rows: int = 4, positions: int = 300, dtype: torc
     return KVCache(spec.kv_layers, rows, positions, dtype=dtype)
 
 
-def terms_for(heads: int, device: str = "cpu") -> list[SoftmaxTerms]:
+def terms_for(heads: int, device: str = "cpu") -> list[AttentionTerms]:
     """Caps, sinks, and both."""
     sinks = torch.linspace(-1.0, 2.0, heads, device=device)
-    return [SoftmaxTerms(cap=0.7), SoftmaxTerms(sinks=sinks), SoftmaxTerms(0.7, sinks)]
+    return [AttentionTerms(cap=0.7), AttentionTerms(sinks=sinks), AttentionTerms(cap=0.7, sinks=sinks)]
 
 
 def ragged_cache(

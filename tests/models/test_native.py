@@ -571,10 +571,10 @@ def transformers_logits(model, tokens):
     """Return the logits of a ``Transformer`` for one row from position 0."""
     positions = torch.arange(len(tokens))
 
-    def attend(layer, q, k, v, *, scale=None, window=None):
+    def attend(layer, q, k, v, terms):
         distance = positions[:, None] - positions[None]
-        mask = (distance >= 0) & (distance < (window or 10**9))
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        mask = (distance >= 0) & (distance < (terms.window or 10**9))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=terms.scale, enable_gqa=True)
 
     return model.logits(model.hidden_states(tokens[None], positions[None], attend).hidden)[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from kernels.tools import ragged_cache, terms_for
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS
+from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.reference import ReferenceAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,9 +35,9 @@ def test_backends_equal_the_reference_on_ragged_rows(name: str, data: st.DataObj
     q = torch.randn(rows, groups * shared, new, dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     longest = max(lengths) + spare
-    terms = pick(st.sampled_from([None, *terms_for(groups * shared)]))
+    terms = replace(pick(st.sampled_from([PLAIN, *terms_for(groups * shared)])), scale=scale, window=window)
     found, expected = [
-        backend.attend(q, keys, values, backend.plan(where, longest), scale=scale, window=window, terms=terms)
+        backend.attend(q, keys, values, backend.plan(where, longest), terms)
         for backend in (BACKENDS[name](), ReferenceAttention())
     ]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -50,9 +53,9 @@ def test_rows_may_lie_anywhere_in_the_cache(name: str, places: list[int]) -> Non
         table[places] = own
     q, where = torch.randn(3, 4, 2, 8), torch.tensor([[7, 8], [2, 3], [18, 19]])
     plan = backend.plan(where, 20)
-    expected = backend.attend(q, keys, values, backend.plan(where, 20), scale=None, window=None)
+    expected = backend.attend(q, keys, values, backend.plan(where, 20))
     plan.cache_rows = Slots.listed(places, torch.device("cpu"))
-    assert torch.equal(backend.attend(q, *wide, plan, scale=None, window=None), expected)
+    assert torch.equal(backend.attend(q, wide[0], wide[1], plan), expected)
 
 
 @pytest.mark.parametrize("name", ["padded", "split", "reference"])
@@ -72,7 +75,7 @@ def test_a_node_of_a_tree_attends_as_the_last_token_of_its_chain(name: str, data
     tree = Tree.of(torch.tensor(parents, dtype=torch.int64).view(rows, new - 1), torch.tensor(counts))
     backend = ReferenceAttention() if name == "reference" else BACKENDS[name]()
     plan = backend.plan(torch.tensor(texts)[:, None] + tree.depths, max(texts) + new, tree.ancestors)
-    found = backend.attend(q, keys, values, plan, scale=None, window=window)
+    found = backend.attend(q, keys, values, plan, AttentionTerms(window=window))
     assert found.isfinite().all()
     for row, text in enumerate(texts):
         for place in range(counts[row] + 1):
@@ -94,8 +97,8 @@ def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(name:
     where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]])
     q = torch.randn(2, 4, 4, 4)
     backend, reference = BACKENDS[name](), ReferenceAttention()
-    found = backend.attend(q, keys, values, backend.plan(where, 9), scale=None, window=window)
-    real = reference.attend(q[:, :, :1], keys, values, reference.plan(where[:, :1], 9), scale=None, window=window)
+    found = backend.attend(q, keys, values, backend.plan(where, 9), AttentionTerms(window=window))
+    real = reference.attend(q[:, :, :1], keys, values, reference.plan(where[:, :1], 9), AttentionTerms(window=window))
     assert found.isfinite().all()
     torch.testing.assert_close(found[:, :, :1], real, atol=1e-5, rtol=1e-5)
 
@@ -107,8 +110,8 @@ def test_one_plan_serves_layers_with_and_without_a_window(name: str) -> None:
     backend, reference = BACKENDS[name](), ReferenceAttention()
     plan, exact = backend.plan(where, 12), reference.plan(where, 12)
     for window in (None, 3, None, 2, 3):
-        found = backend.attend(q, keys, values, plan, scale=None, window=window)
-        expected = reference.attend(q, keys, values, exact, scale=None, window=window)
+        found = backend.attend(q, keys, values, plan, AttentionTerms(window=window))
+        expected = reference.attend(q, keys, values, exact, AttentionTerms(window=window))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -118,9 +121,7 @@ def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not(name: s
     values[0, 0, 3] = 1.0
     backend = BACKENDS[name]()
     zeros = torch.zeros(1, 1, 3, 4)
-    out = backend.attend(
-        zeros, torch.zeros_like(values), values, backend.plan(torch.tensor([[2, 3, 4]]), 8), scale=None, window=None
-    )
+    out = backend.attend(zeros, torch.zeros_like(values), values, backend.plan(torch.tensor([[2, 3, 4]]), 8))
     assert out[0, 0, :, 0].tolist() == pytest.approx([0, 1 / 4, 1 / 5])
 
 

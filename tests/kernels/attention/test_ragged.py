@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS, ragged
+from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.attention.reference import ReferenceAttention
 
@@ -38,7 +40,12 @@ ragged_cache = partial(tools.ragged_cache, device=DEVICE)
 
 
 def compare(
-    backend: RaggedAttention, q: Tensor, cache: tuple[Tensor, Tensor], where: Tensor, longest: int, **how: object
+    backend: RaggedAttention,
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    where: Tensor,
+    longest: int,
+    terms: AttentionTerms = PLAIN,
 ) -> None:
     reference = ReferenceAttention()
     where = where.to(DEVICE)
@@ -48,8 +55,8 @@ def compare(
     wide = [table.new_full((len(q) + 1, *table.shape[1:]), GARBAGE) for table in cache]
     for table, own in zip(wide, cache, strict=True):
         table[places.to(DEVICE)] = own
-    found = backend.attend(q, *wide, plan, **how)  # type: ignore[arg-type]
-    expected = reference.attend(q, *cache, reference.plan(where, longest), **how)  # type: ignore[arg-type]
+    found = backend.attend(q, wide[0], wide[1], plan, terms)
+    expected = reference.attend(q, *cache, reference.plan(where, longest), terms)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -62,16 +69,14 @@ def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.Dat
     dim, positions = pick(st.sampled_from([4, 16, 24])), 90
     new = pick(st.sampled_from([1, 2, 5, 8]))
     lengths = [pick(st.one_of(st.just(new), st.just(positions), st.integers(new, positions))) for _ in range(rows)]
-    how: dict[str, Any] = {
-        "window": pick(st.sampled_from([None, None, 1, 3, 40, 100])),
-        "scale": pick(st.sampled_from([None, 0.3])),
-    }
-    how |= {"terms": pick(st.sampled_from([None, *terms_for(groups * shared, DEVICE)]))}
+    window, scale = pick(st.sampled_from([None, None, 1, 3, 40, 100])), pick(st.sampled_from([None, 0.3]))
+    terms = pick(st.sampled_from([PLAIN, *terms_for(groups * shared, DEVICE)]))
+    terms = replace(terms, scale=scale, window=window)
     seed, value_dim = pick(st.integers(0, 1000)), pick(st.sampled_from([None, 8, 20]))
     cache = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     q = torch.randn(rows, groups * shared, new, dim)
-    compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), **how)
+    compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), terms)
 
 
 @pytest.mark.parametrize("tiles", FEW_TILES)
@@ -79,7 +84,7 @@ def test_the_longest_draft_takes_several_tiles(tiles: str) -> None:
     new = MAX_SPECULATION_LENGTH + 1
     cache = ragged_cache([new, 70], 1, 80, 16, 5)
     where = torch.tensor([[new], [70]]) - new + torch.arange(new)
-    compare(RaggedAttention(tiles=TILES[tiles]), torch.randn(2, 3, new, 16), cache, where, 70, scale=None, window=None)
+    compare(RaggedAttention(tiles=TILES[tiles]), torch.randn(2, 3, new, 16), cache, where, 70)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -95,8 +100,8 @@ def test_the_queries_of_a_block_see_each_other(tiles: str, window: int | None) -
     )
     plan = backend.plan(where, 40, everyone)
     plan.looks_ahead = True
-    found = backend.attend(q, *cache, plan, scale=None, window=window)
-    expected = reference.attend(q, *cache, reference.plan(where, 40, everyone), scale=None, window=window)
+    found = backend.attend(q, *cache, plan, AttentionTerms(window=window))
+    expected = reference.attend(q, *cache, reference.plan(where, 40, everyone), AttentionTerms(window=window))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -106,9 +111,7 @@ def test_queries_and_caches_may_be_views_of_larger_tensors(longest: int) -> None
     cache = torch.randn(2, 3, 5, 2, 91, 16, device=DEVICE)  # keys and values, layers, rows, heads, positions
     q = torch.randn(2, 4, 6, 16, device=DEVICE).transpose(1, 2)
     where = torch.tensor([[10, 11, 12, 13], [34, 35, 36, 37]])
-    compare(
-        RaggedAttention(tiles=SMALL), q, (cache[0, 1, 2:4], cache[1, 1, 2:4]), where, longest, scale=None, window=None
-    )
+    compare(RaggedAttention(tiles=SMALL), q, (cache[0, 1, 2:4], cache[1, 1, 2:4]), where, longest)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -117,8 +120,8 @@ def test_padding_beyond_the_longest_row_is_finite_and_changes_no_other_row(windo
     where = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11]], device=DEVICE)
     q = torch.randn(2, 4, 4, 4, device=DEVICE)
     backend, reference = RaggedAttention(), ReferenceAttention()
-    found = backend.attend(q, *cache, backend.plan(where, 9), scale=None, window=window)
-    real = reference.attend(q[:, :, :1], *cache, reference.plan(where[:, :1], 9), scale=None, window=window)
+    found = backend.attend(q, *cache, backend.plan(where, 9), AttentionTerms(window=window))
+    real = reference.attend(q[:, :, :1], *cache, reference.plan(where[:, :1], 9), AttentionTerms(window=window))
     assert found.isfinite().all()
     torch.testing.assert_close(found[:, :, :1], real, atol=1e-5, rtol=1e-5)
 
@@ -128,7 +131,7 @@ def test_a_key_at_the_querys_own_position_is_visible_and_the_next_is_not() -> No
     values[0, 0, 3] = 1.0
     backend, zeros = RaggedAttention(), torch.zeros(1, 1, 3, 4, device=DEVICE)
     where = torch.tensor([[2, 3, 4]], device=DEVICE)
-    out = backend.attend(zeros, torch.zeros_like(values), values, backend.plan(where, 8), scale=None, window=None)
+    out = backend.attend(zeros, torch.zeros_like(values), values, backend.plan(where, 8))
     assert out[0, 0, :, 0].tolist() == pytest.approx([0, 1 / 4, 1 / 5])
 
 
@@ -152,12 +155,12 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataOb
     where = text + torch.tensor([[len(chain) - 1 for chain in chains]], device=DEVICE)
     backend, reference = RaggedAttention(tiles=TILES[tiles]), ReferenceAttention()
     plan = backend.plan(where, text + nodes, ancestors=mask.to(DEVICE))
-    found = backend.attend(q, keys, values, plan, scale=None, window=window)
+    found = backend.attend(q, keys, values, plan, AttentionTerms(window=window))
     for node, chain in enumerate(chains):
         kept = [*range(text), *(text + n for n in chain)]
         alone = reference.plan(torch.tensor([[len(kept) - 1]], device=DEVICE), len(kept))
         expected = reference.attend(
-            q[:, :, node : node + 1], keys[:, :, kept], values[:, :, kept], alone, scale=None, window=window
+            q[:, :, node : node + 1], keys[:, :, kept], values[:, :, kept], alone, AttentionTerms(window=window)
         )
         torch.testing.assert_close(found[:, :, node : node + 1], expected, atol=2e-5, rtol=2e-5)
 
@@ -175,10 +178,10 @@ def test_deterministic_bits_do_not_depend_on_the_batch(data: st.DataObject) -> N
     where = (torch.tensor(lengths)[:, None] - new + torch.arange(new)).to(DEVICE)
     q = torch.randn(3, 6, new, 16, device=DEVICE)
     backend = RaggedAttention(deterministic=True)
-    company = backend.attend(q, keys, values, backend.plan(where, 304), scale=None, window=None)[row, :, token]
+    company = backend.attend(q, keys, values, backend.plan(where, 304))[row, :, token]
     one = slice(row, row + 1)
     plan = backend.plan(where[one, token : token + 1], lengths[row])
-    alone = backend.attend(q[one, :, token : token + 1], keys[one], values[one], plan, scale=None, window=None)
+    alone = backend.attend(q[one, :, token : token + 1], keys[one], values[one], plan)
     assert torch.equal(company, alone[0, :, 0])
 
 
@@ -192,14 +195,12 @@ def test_deterministic_nodes_of_a_tree_have_the_bits_of_their_chain(text: int) -
     q = torch.randn(1, 6, 9, 16, device=DEVICE)
     backend = RaggedAttention(deterministic=True)
     where = text + ancestors.sum(2) - 1
-    tree = backend.attend(q, keys, values, backend.plan(where, text + 9, ancestors), scale=None, window=None)
+    tree = backend.attend(q, keys, values, backend.plan(where, text + 9, ancestors))
     for node in range(9):
         way = text + ancestors[0, node].nonzero()[:, 0]
         chain = [*range(text), *way.tolist()]
         plain = backend.plan(where[:, node, None], len(chain))
-        alone = backend.attend(
-            q[:, :, node, None], keys[:, :, chain], values[:, :, chain], plain, scale=None, window=None
-        )
+        alone = backend.attend(q[:, :, node, None], keys[:, :, chain], values[:, :, chain], plain)
         assert torch.equal(tree[:, :, node], alone[:, :, 0])
 
 
@@ -210,8 +211,8 @@ def test_deterministic_splits_do_not_move_with_the_rows_length() -> None:
     where = torch.arange(188, 196, device=DEVICE)[None]
     q = torch.randn(1, 6, 8, 16, device=DEVICE)
     backend = RaggedAttention(deterministic=True)
-    together = backend.attend(q, keys, values, backend.plan(where, 304), scale=None, window=None)[:, :, :1]
-    alone = backend.attend(q[:, :, :1], keys, values, backend.plan(where[:, :1], 304), scale=None, window=None)
+    together = backend.attend(q, keys, values, backend.plan(where, 304))[:, :, :1]
+    alone = backend.attend(q[:, :, :1], keys, values, backend.plan(where[:, :1], 304))
     assert torch.equal(together, alone)
 
 
@@ -220,8 +221,8 @@ def test_half_precision_is_as_close_as_its_format() -> None:
     where = torch.tensor([[3, 4], [68, 69]], device=DEVICE)
     q = torch.randn(2, 4, 2, 16, device=DEVICE).half()
     backend, reference = RaggedAttention(tiles=SMALL), ReferenceAttention()
-    found = backend.attend(q, *cache, backend.plan(where, 70), scale=None, window=None)
-    expected = reference.attend(q, *cache, reference.plan(where, 70), scale=None, window=None)
+    found = backend.attend(q, cache[0], cache[1], backend.plan(where, 70))
+    expected = reference.attend(q, cache[0], cache[1], reference.plan(where, 70))
     assert found.dtype == torch.float16
     torch.testing.assert_close(found, expected, atol=4e-3, rtol=4e-3)
 
@@ -264,7 +265,7 @@ def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_the
     cache, most = ragged_cache([600, 590], 1, 600, 16, seed=5), 1 << 14
     where = (torch.arange(40) + torch.tensor([[560], [550]])).to(DEVICE)
     q, backend = torch.randn(2, 2, 40, 16, device=DEVICE), RaggedAttention(deterministic=True)
-    whole = backend.attend(q, *cache, backend.plan(where, 600), scale=None, window=None)
+    whole = backend.attend(q, *cache, backend.plan(where, 600))
     monkeypatch.setattr(ragged, "_MOST_SCRATCH", most)
     sizes, empty = [], torch.empty
 
@@ -274,7 +275,7 @@ def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_the
         return made
 
     monkeypatch.setattr(torch, "empty", recorded)
-    parts = backend.attend(q, *cache, backend.plan(where, 600), scale=None, window=None)
+    parts = backend.attend(q, *cache, backend.plan(where, 600))
     assert torch.equal(parts, whole)
     assert max(sizes) <= most < 3 * whole.nbytes  # of three splits
 
@@ -287,12 +288,12 @@ def test_a_tile_reads_no_keys_after_its_last_query_nor_before_its_firsts_window(
     q, (keys, values) = torch.randn(1, 1, new, dim), (torch.randn(1, 1, new + 1, dim) for _ in range(2))
     keys, q = keys.to(DEVICE), q.to(DEVICE)
     plan = backend.plan(torch.arange(new, device=DEVICE)[None], new)
-    clean = backend.attend(q, keys, values.to(DEVICE), plan, scale=None, window=window)
+    clean = backend.attend(q, keys, values.to(DEVICE), plan, AttentionTerms(window=window))
     for tile in range(new // 64):
         first = 0 if window is None else max(0, 64 * tile - window + 1) // 64 * 64
         spoilt = values.clone()
         spoilt[:, :, :first] = spoilt[:, :, 64 * (tile + 1) :] = torch.nan
-        found = backend.attend(q, keys, spoilt.to(DEVICE), plan, scale=None, window=window)
+        found = backend.attend(q, keys, spoilt.to(DEVICE), plan, AttentionTerms(window=window))
         mine = slice(64 * tile, 64 * (tile + 1))
         assert torch.equal(found[:, :, mine], clean[:, :, mine])
 
@@ -306,9 +307,9 @@ def test_idle_rows_read_no_keys(tiles: str) -> None:
     q = torch.randn(3, 4, 1, 16, device=DEVICE)
     plans = [backend.plan(where, 90) for _ in range(2)]
     plans[0].cache_rows, plans[1].cache_rows = Slots(order), Slots(order, live=torch.tensor([2], device=DEVICE))
-    expected = backend.attend(q, keys, values, plans[0], scale=None, window=None)
+    expected = backend.attend(q, keys, values, plans[0])
     values[1] = torch.nan
-    found = backend.attend(q, keys, values, plans[1], scale=None, window=None)
+    found = backend.attend(q, keys, values, plans[1])
     assert torch.equal(found[:2], expected[:2])
     assert torch.equal(found[2], torch.zeros_like(found[2]))
 

@@ -63,7 +63,7 @@ def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length:
     positions = (before + torch.arange(length)).repeat(rows, 1)
     packed = PackedHeads(table, HEADS, GROUPS, (angles, angles), None, 0.0)
     q = turn_and_store(packed, positions, cache[0], cache[1], torch.arange(rows))
-    attention.attend(q, cache[0], cache[1], attention.plan(positions, before + length), scale=None, window=None)
+    attention.attend(q, cache[0], cache[1], attention.plan(positions, before + length))
     x = torch.zeros(min(LARGEST_ROWS, rows * length), 256, dtype=torch.bfloat16)
     steps = TritonSteps()
     steps.gate(steps.add_norm(x, x, Norm(256, 1e-5, x[0]))[1], "silu")

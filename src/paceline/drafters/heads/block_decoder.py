@@ -17,7 +17,7 @@ from paceline.drafters.heads.block import BlockHead, BlockTail, scaled
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
-from paceline.kernels.attention.base import SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel, PassBytes
 from paceline.models.decoding.passes import Part, Passes
@@ -204,18 +204,8 @@ class BlockAttend:
         attends = {causal: CachedAttend(cache, backend, plan, rows) for causal, plan in plans.items()}
         self._of_layers = [attends[causal] for causal in kinds]
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
-        return self._of_layers[layer](layer, q, k, v, scale=scale, window=window, terms=terms)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
+        return self._of_layers[layer](layer, q, k, v, terms)
 
 
 class TorchBlockDecoder(BlockDecoder):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.drafters.heads.config import HeadConfig
-from paceline.kernels.attention.base import Attend, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, Attend, AttentionTerms
 from paceline.kernels.gpu.steps import ACTIVATIONS
 from paceline.models.description.spec import MLPSpec
 from paceline.models.torch.rotary import Rotation, rotate
@@ -39,7 +39,7 @@ class HeadAttention(nn.Module):
     def __init__(self, config: HeadConfig, index: int, read: int) -> None:
         super().__init__()
         shape = config.decoder.layers[index].attention
-        self.index, self.window, self.dim = index, shape.window, shape.head_dim
+        self.index, self.terms, self.dim = index, AttentionTerms(window=shape.window), shape.head_dim
         self.q_proj = nn.Linear(read, shape.query_width, bias=shape.bias)
         self.k_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
         self.v_proj = nn.Linear(read, shape.kv_width, bias=shape.bias)
@@ -55,7 +55,7 @@ class HeadAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q, (k, v) = self.q_proj(x).unflatten(-1, (-1, self.dim)), self.keys_and_values(x, rotation)
         q = rotate(self.q_norm(q), rotation)
-        out = attend(self.index, *(part.transpose(1, 2) for part in (q, k, v)), window=self.window)
+        out = attend(self.index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.terms)
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -107,33 +107,25 @@ class UnrolledAttention:
     def __init__(self) -> None:
         self._steps: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention output [B, heads, T, D]. q: [B, heads, T, D]. k, v: [B, key heads, T, D]."""
+        assert terms.cap is None and terms.sinks is None, "trained heads have neither"  # noqa: PT018
         steps = self._steps.setdefault(layer, [])
         steps.append((k, v))
-        if len(steps) == 1 and window is None:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return _attend_steps(q, steps, scale=scale, window=window)
+        if len(steps) == 1 and terms.window is None:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=terms.scale, enable_gqa=True)
+        return _attend_steps(q, steps, terms)
 
 
-def _attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], *, scale: float | None, window: int | None) -> Tensor:
+def _attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], terms: AttentionTerms) -> Tensor:
+    window = terms.window
     shared, length, last = q.shape[1] // steps[0][0].shape[1], q.shape[2], len(steps) - 1
     expanded = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in steps]
     place = torch.arange(length, device=q.device)
     seen = place <= place[:, None]
     if window is not None:
         seen = seen & (place[:, None] + last - place < window)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * terms.scale_of(q.shape[-1])
     text = (q @ expanded[0][0].mT).masked_fill(~seen, -torch.inf)
     later = expanded[1:] if window is None else expanded[1:][-window:]
     own = [(q * k).sum(-1, keepdim=True) for k, _ in later]

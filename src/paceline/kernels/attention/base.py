@@ -84,15 +84,25 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxTerms:
-    """What few models add to attention's softmax.
+class AttentionTerms:
+    """How a layer's queries and keys give weights.
 
+    scale: factor of the scores; None: D ** -0.5. window: positions that a query sees, its own the last; None: all.
     cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: [H], one more score of each head, without a value and never capped; None: there are none.
     """
 
+    scale: float | None = None
+    window: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
+
+    def scale_of(self, dim: int) -> float:
+        """Factor of the scores of heads of this width."""
+        return float(dim**-0.5) if self.scale is None else self.scale
+
+
+PLAIN = AttentionTerms()
 
 
 class AttentionBackend(Protocol):
@@ -104,21 +114,8 @@ class AttentionBackend(Protocol):
         """Prepare one forward pass."""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
-        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
-
-        ``scale`` defaults to D ** -0.5; ``window`` is a sliding window in positions, or None.
-        """
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V]."""
         ...
 
 
@@ -128,26 +125,14 @@ class Attend(Protocol):
     layer: of the cache. q [B, H, L, D], k [B, G, L, D] (rotary already applied), v [B, G, L, V] -> [B, H, L, V].
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor: ...
 
 
 @runtime_checkable
 class AttendAgain(Protocol):
     """An ``Attend`` whose keys and values can be read once more, by another layer of the model."""
 
-    def again(
-        self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
-    ) -> Tensor:
+    def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, V]."""
         ...
 
@@ -166,14 +151,6 @@ class HasStates(Protocol):
 class AttendPacked(Protocol):
     """An ``Attend`` that takes a layer's heads before norm and rotary, and does both together with the cache write."""
 
-    def packed(
-        self,
-        layer: int,
-        heads: PackedHeads,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def packed(self, layer: int, heads: PackedHeads, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention of the packed heads -> [B, H, L, D]."""
         ...

@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
-from paceline.kernels.attention.base import AttentionBackend, Plan, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionBackend, AttentionTerms, Plan
 from paceline.kernels.gpu.state import PackedHeads
 
 
@@ -28,42 +28,22 @@ class CachedAttend:
             self._indices[table] = self.cache.write_index(self.rows.index, self.plan.slots, table)
         return self._indices[table]
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         self.cache.write(layer, self._index(layer), k, v)
-        return self.again(layer, q, scale=scale, window=window, terms=terms)
+        return self.again(layer, q, terms)
 
-    def again(
-        self, layer: int, q: Tensor, *, scale: float | None, window: int | None, terms: SoftmaxTerms | None = None
-    ) -> Tensor:
+    def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""
         keys, values = self.cache.layer(layer)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)
+        return self.backend.attend(q, keys, values, self.plan, terms)
 
 
 class PackedCachedAttend(CachedAttend):
     """A ``CachedAttend`` that is an ``AttendPacked``: norm, rotation and cache write in one launch. Needs triton."""
 
-    def packed(
-        self,
-        layer: int,
-        heads: PackedHeads,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def packed(self, layer: int, heads: PackedHeads, terms: AttentionTerms = PLAIN) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store
 
         keys, values = self.cache.layer(layer)
         q = turn_and_store(heads, self.plan.slots, keys, values, self.rows.index)
-        return self.backend.attend(q, keys, values, self.plan, scale=scale, window=window, terms=terms)
+        return self.backend.attend(q, keys, values, self.plan, terms)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 
 
 class PaddedAttention:
@@ -20,31 +20,21 @@ class PaddedAttention:
     def plan(self, positions: Tensor, longest: int, ancestors: Tensor | None = None) -> Plan:
         return Plan(positions, longest, ancestors)
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         q_BHLD = q
         k_BGPD, v_BGPV = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
-        packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, window, q.dtype)
-        if terms is None:
-            out = F.scaled_dot_product_attention(packed, k_BGPD, v_BGPV, attn_mask=mask, scale=scale)
+        packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, terms.window, q.dtype)
+        if terms.cap is None and terms.sinks is None:
+            out = F.scaled_dot_product_attention(packed, k_BGPD, v_BGPV, attn_mask=mask, scale=terms.scale)
         else:
-            scores = packed.float() @ k_BGPD.float().mT * (dim**-0.5 if scale is None else scale)
+            scores = packed.float() @ k_BGPD.float().mT * terms.scale_of(dim)
             out = (_weights(scores, mask, length, terms) @ v_BGPV.float()).to(q.dtype)
         return out.reshape(rows, heads, length, -1)
 
 
-def _weights(scores: Tensor, mask: Tensor, length: int, terms: SoftmaxTerms) -> Tensor:
+def _weights(scores: Tensor, mask: Tensor, length: int, terms: AttentionTerms) -> Tensor:
     """Return the softmax of the scores [B, G, shared * L, P], to which the mask is added; length: L."""
     if terms.cap is not None:
         scores = terms.cap * (scores / terms.cap).tanh()

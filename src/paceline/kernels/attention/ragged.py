@@ -11,14 +11,13 @@ The kernel computes a row's splits from the positions of its queries, so lengths
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 from paceline.kernels.gpu.launch import capability, multiprocessors, shared_memory
 
 _LOG2_E = 1.4426950408889634
@@ -312,17 +311,7 @@ class RaggedAttention:
         """A plan without any computation: rows may have any lengths below ``longest``."""
         return Plan(positions.contiguous(), longest, None if ancestors is None else ancestors.contiguous())
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         rows, heads, length, dim = q.shape
         groups, value_dim = k_cache.shape[1], v_cache.shape[-1]
         shared = heads // groups
@@ -339,10 +328,8 @@ class RaggedAttention:
         if joined and length > most and plan.ancestors is None:
             plans = [replace(plan, positions=part.contiguous()) for part in torch.split(plan.positions, most, 1)]
             pieces = zip(torch.split(q, most, 2), plans, strict=True)
-            how: dict[str, Any] = {"scale": scale, "window": window, "terms": terms}
-            return torch.cat([self.attend(piece, k_cache, v_cache, own, **how) for piece, own in pieces], 2)
-        terms = terms or SoftmaxTerms()
-        scale = dim**-0.5 if scale is None else scale
+            return torch.cat([self.attend(piece, k_cache, v_cache, own, terms) for piece, own in pieces], 2)
+        scale, window = terms.scale_of(dim), terms.window
         sinks = q if terms.sinks is None else terms.sinks.float() * _LOG2_E
         partial = torch.empty((joined, rows, length, heads, value_dim), dtype=torch.float32, device=q.device)
         levels = torch.empty((joined, rows, length, heads), dtype=torch.float32, device=q.device)

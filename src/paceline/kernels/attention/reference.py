@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 
 
 class ReferenceAttention:
@@ -17,34 +17,22 @@ class ReferenceAttention:
         """Nothing to prepare."""
         return Plan(positions, longest, ancestors)
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attend from q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] -> [B, H, L, V]."""
         k_cache, v_cache = plan.of_rows(k_cache), plan.of_rows(v_cache)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         group = q.shape[1] // k_cache.shape[1]
         out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
         for row in range(q.shape[0]):
-            visible = visible_keys(plan, row, window)
+            visible = visible_keys(plan, row, terms.window)
             k = k_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)  # [H, P, D]
             v = v_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)
-            scores = q[row].float() @ k.transpose(1, 2) * scale
+            scores = q[row].float() @ k.transpose(1, 2) * terms.scale_of(q.shape[-1])
             out[row] = (_weights(scores, visible, terms) @ v).to(q.dtype)
         return out
 
 
-def _weights(scores: Tensor, visible: Tensor, terms: SoftmaxTerms | None) -> Tensor:
+def _weights(scores: Tensor, visible: Tensor, terms: AttentionTerms) -> Tensor:
     """Return the softmax of the scores [H, L, P] of visible keys [L, P]."""
-    terms = terms or SoftmaxTerms()
     if terms.cap is not None:
         scores = terms.cap * (scores / terms.cap).tanh()
     scores = scores.masked_fill(~visible, -torch.inf)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from paceline.kernels.attention.base import Plan, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 from paceline.kernels.attention.padded import PaddedAttention
 
 _STREAMS = 8  # rows whose kernels may run at the same time on a GPU
@@ -32,24 +32,14 @@ class SplitAttention:
         plan.rows = [Plan(at[None], int(end), tree) for at, end, tree in rows]
         return plan
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Plan,
-        *,
-        scale: float | None,
-        window: int | None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         longest = max(row.longest for row in plan.rows)
         k_cache, v_cache = (plan.of_rows(table[:, :, :longest]) for table in (k_cache, v_cache))
 
         def one(row: int) -> Tensor:
             keys, values = k_cache[row : row + 1], v_cache[row : row + 1]
             own = plan.rows[row]
-            return self._one_row.attend(q[row : row + 1], keys, values, own, scale=scale, window=window, terms=terms)
+            return self._one_row.attend(q[row : row + 1], keys, values, own, terms)
 
         if not q.is_cuda:
             return torch.cat([one(row) for row in range(len(plan.rows))])

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.slots import Slots
 from paceline.errors import ModelFormatError, PacelineError
-from paceline.kernels.attention.base import Attend, SoftmaxTerms
+from paceline.kernels.attention.base import PLAIN, Attend, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
@@ -67,12 +67,11 @@ def _attention(
     if others.get("position_bias") is not None:
         raise ModelFormatError(f"{type(module).__name__} needs position_bias in its attention")
     sinks = others.get("sinks") if others.get("s_aux") is None else others["s_aux"]
-    terms = SoftmaxTerms(others.get("softcap"), None if sinks is None else sinks.flatten())
-    more = {} if terms.cap is None and terms.sinks is None else {"terms": terms}
     own_window = getattr(module, "sliding_window", None)  # of a layer that passes none; who passes None has no window
     window = others.get("sliding_window", own_window)
+    terms = AttentionTerms(scaling, window, others.get("softcap"), None if sinks is None else sinks.flatten())
     layer: Any = module.layer_idx
-    out = paceline_attend(int(layer), query, key, value, scale=scaling, window=window, **more)
+    out = paceline_attend(int(layer), query, key, value, terms)
     return out.transpose(1, 2).contiguous(), None  # some models rely on contiguous output
 
 
@@ -108,19 +107,9 @@ class _Probe:
         self.heads: dict[int, KVHeads] = {}
         self.windows: dict[int, int | None] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        terms: SoftmaxTerms | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         self.layers.append(layer)
-        self.windows[layer] = window
+        self.windows[layer] = terms.window
         width = v.shape[-1]
         self.heads[layer] = KVHeads(k.shape[1], k.shape[-1], None if width == k.shape[-1] else width)
         return q.new_zeros(*q.shape[:-1], v.shape[-1])

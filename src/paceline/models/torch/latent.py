@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend
+from paceline.kernels.attention.base import Attend, AttentionTerms
 from paceline.models.description.latent import latent_of
 from paceline.models.description.spec import AttentionSpec
 from paceline.models.torch.linear import Linear
@@ -60,7 +60,7 @@ class LatentAttention:
     ) -> None:
         self.spec, self.latent, self.place, self.rotary = spec, latent_of(spec), place, rotary
         self.qkv, query_up, self.output = linears
-        self.weights = weights
+        self.weights, self.terms = weights, AttentionTerms(spec.scale, spec.window)
         self.linears: tuple[str, ...] = ("qkv", "output")
         if query_up is not None:
             self.query_up = query_up
@@ -80,7 +80,7 @@ class LatentAttention:
         heads = torch.cat([torch.cat([turned, absorbed], -1), key], 1)
         heads = heads.view(forward.rows, -1, *heads.shape[1:])
         q, k = rotate(heads, forward.rotations[self.rotary]).transpose(1, 2).split_with_sizes([spec.heads, 1], 1)
-        out = forward.attend(self.place, q, k, k[..., latent.rotary_dim :], scale=spec.scale, window=spec.window)
+        out = forward.attend(self.place, q, k, k[..., latent.rotary_dim :], self.terms)
         mixed = out.transpose(1, 2).reshape(len(x), spec.heads, latent.rank)
         return self.output(torch.einsum("nhr,hvr->nhv", mixed, weights.expand).flatten(1))
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, HasStates, SoftmaxTerms
+from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
@@ -135,10 +134,7 @@ class _Attention:
         self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
-        self.scores: dict[str, Any] = {"scale": spec.scale, "window": spec.window}
-        sinks = parts.find(f"{layer}.sinks.weight")
-        if spec.cap is not None or sinks is not None:
-            self.scores["terms"] = SoftmaxTerms(spec.cap, sinks)
+        self.terms = AttentionTerms(spec.scale, spec.window, spec.cap, parts.find(f"{layer}.sinks.weight"))
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
@@ -148,14 +144,14 @@ class _Attention:
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
             packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
-            out = attend.packed(self.place, packed, **self.scores)
+            out = attend.packed(self.place, packed, self.terms)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
             if spec.reads_layer is None:
-                out = attend(self.place, q, k, v, **self.scores)
+                out = attend(self.place, q, k, v, self.terms)
             else:
                 assert isinstance(attend, AttendAgain), "a cache keeps what layers share"
-                out = attend.again(self.place, q, **self.scores)
+                out = attend.again(self.place, q, self.terms)
         attended = out.transpose(1, 2).reshape(x.shape[0], -1)
         return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
