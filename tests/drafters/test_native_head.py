@@ -509,7 +509,7 @@ def logits_after(head: NativeHead, which: int, way: list[int], k: int) -> Tensor
 
 
 def grown(head: NativeHead, which: int, params: SamplingParams, width: int, depth: int, k: int) -> DraftTree:
-    cache = cast(Decoder, SimpleNamespace(longest_text=POSITIONS))
+    cache = cast(Decoder, SimpleNamespace(cache=SimpleNamespace(positions=POSITIONS)))
     growth = Growth(cache, batch_of([which], params), width)
     for _ in range(depth):
         if growth.new:

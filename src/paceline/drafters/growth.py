@@ -114,7 +114,7 @@ class Growth:
     def _grow(self, row: int, of_row: list[_Candidate]) -> list[int]:
         """Add a row's best candidates to its tree, within the room of the cache. Returns their indices."""
         tree = self.rows[row]
-        room = min(MAX_SPECULATION_LENGTH, self._decoder.longest_text - self._text[row]) - len(tree.tokens)
+        room = min(MAX_SPECULATION_LENGTH, self._decoder.cache.positions - self._text[row]) - len(tree.tokens)
         ranked = sorted(of_row, key=attrgetter("survival"), reverse=True)
         chain = [candidate for candidate in ranked if candidate.parent == self._chain[row] and candidate.kind == 0]
         best = [*chain, *(each for each in ranked if each not in chain)][: max(0, min(self._width, room))]

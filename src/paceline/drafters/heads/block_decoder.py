@@ -148,10 +148,6 @@ class BlockDecoder(HeadDecoder):
     def _new_passes(self) -> Passes:
         return BlockPasses(self)
 
-    @property
-    def longest_text(self) -> int:
-        return super().longest_text - self.model.slots_behind
-
     def resize_row(self, row: int, positions: int) -> None:
         self.cache.resize(row, positions + self.model.slots_behind if positions else 0)
         self.fused_states.resize_row(row, positions)

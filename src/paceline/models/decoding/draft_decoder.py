@@ -59,11 +59,6 @@ class DraftDecoder(Decoder):
     native: OneCallDrafting | None = None
     vocabulary: DraftVocabulary | None = None
 
-    @property
-    def longest_text(self) -> int:
-        """Tokens of the longest text of a row, draft tokens included."""
-        return self.cache.positions
-
     def shorten(self, vocabulary: DraftVocabulary) -> None:
         """Score only the tokens of ``vocabulary`` from now on."""
         self.vocabulary = vocabulary

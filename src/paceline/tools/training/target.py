@@ -27,8 +27,8 @@ from paceline.tools.training.student import FAMILIES, Student, spread, student_c
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
 _NATIVE = (
-    "a target that paceline runs itself, without experts or recurrent layers, whose embedding is unscaled and as "
-    "wide as its layers"
+    "a target that paceline runs itself, without experts, recurrent layers, a norm behind its embedding or a bias of "
+    "its output head, whose embedding is unscaled and as wide as its layers"
 )
 
 
