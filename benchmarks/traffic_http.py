@@ -2,9 +2,10 @@
 
     python -m benchmarks.traffic_http plain=http://127.0.0.1:8101@0 auto=http://127.0.0.1:8100 --requests 40
 
-A server has its own length policy; each request may lower it (``num_speculative_tokens``, 0 turns speculation off). So
-one server with ``--num-speculative-tokens 8`` can run every fixed length up to 8, and each other policy needs a server
-of its own. Latency counts from the moment a request is due until its last token has arrived.
+A server has its own length policy; each request may lower it (``num_speculative_tokens``, 0 turns speculation off).
+One server with ``--num-speculative-tokens 8`` can run every fixed length up to 8, and each other policy needs a server
+of its own. Start them with ``--lookup-tokens 0``: the same prompts come to each policy, and a later one would copy the
+answers of an earlier. Latency counts from the moment a request is due until its last token has arrived.
 The last line is one JSON document.
 """
 

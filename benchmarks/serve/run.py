@@ -83,6 +83,7 @@ def command(server: str, port: int) -> list[str]:
     if server.startswith("paceline"):
         words = [str(Path(sys.executable).with_name("paceline")), "serve", str(_gguf()), "--served-model-name", MODEL]
         words += [*at, *dtype, "--max-batch-size", rows, "--max-model-len", longest]
+        words += ["--lookup-tokens", "0"]  # the prompts come again at every load
         return [*words, "--quantization", "int8"] if server == "paceline-int8" else words
     if server == "llamacpp":
         threads = str(os.cpu_count())
