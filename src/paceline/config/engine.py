@@ -24,13 +24,14 @@ from paceline.config.limits import (
     DraftTokenCount,
     DraftVocabulary,
     DtypeName,
+    KVCacheDtypeName,
     Length,
     QuantizationName,
     RoundsName,
     Seconds,
     Width,
 )
-from paceline.config.ranges import FileName, Text, Whole, check, check_fields, names_checked
+from paceline.config.ranges import FileName, OneOf, Text, Whole, check, check_fields, names_checked
 from paceline.config.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 from paceline.errors import ParameterError
 
@@ -152,6 +153,15 @@ class EngineConfig:
             more="None leaves weights in ``dtype``.",
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        OneOf(get_args(KVCacheDtypeName), names.CACHE_DTYPES),
+        Help(
+            "Precision of keys and values: auto (that of dtype), bf16, int8 or fp8.",
+            more="It holds for the target, the draft model and heads. Texts with int8 differ from those with 16 bits, "
+            "but speculation and the batch change nothing: each vector has a scale of its own.",
+        ),
+    ] = "auto"
     draft_dtype: Annotated[DtypeName | Literal["same"], Help("Precision of the draft model.")] = "same"
     draft_quantization: Annotated[
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
@@ -245,6 +255,8 @@ class EngineConfig:
         whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
         check(self.attention != "native", "attention", self.attention, whole)
         check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}")
+        caches = f"'auto' {ranks}, whose caches are kept in dtype; others {one}"
+        check(self.kv_cache_dtype == "auto", "kv_cache_dtype", self.kv_cache_dtype, caches)
         batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
         check(not self.deterministic, "deterministic", self.deterministic, batch)
 
@@ -362,6 +374,7 @@ class EngineOptions(TypedDict, total=False):
     rounds: RoundsName
     dtype: DtypeName
     quantization: QuantizationName | None
+    kv_cache_dtype: str
     draft_dtype: DtypeName | Literal["same"]
     draft_quantization: QuantizationName | Literal["same"] | None
     max_batch_size: int | None

@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -119,17 +119,18 @@ class Number:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these words."""
+    """One of these words. others: words of other engines, and those that they stand for."""
 
     words: tuple[str, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def allowed(self) -> str:
         return "one of " + ", ".join(map(repr, self.words))
 
     def take(self, name: str, value: Any) -> Any:
-        check(isinstance(value, str) and value in self.words, name, value, self.allowed)
-        return value
+        check(isinstance(value, str) and value in (*self.words, *self.others), name, value, self.allowed)
+        return self.others.get(value, value)
 
 
 @dataclass(frozen=True)

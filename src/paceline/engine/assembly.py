@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
+import torch
+
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
@@ -14,6 +16,7 @@ from paceline.drafters.heads.block_native import NativeBlock, NativeBlockDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.request import check_tokens
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.errors import ParameterError
@@ -70,15 +73,15 @@ class Assembly:
 
     def target(self) -> Decoder:
         """Return the target's decoder, with a cache for all rows."""
-        return Decoder(self.models.target, *self._sizes)
+        return Decoder(self.models.target, *self._sizes(self.models.target))
 
-    @property
-    def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
+    def _sizes(self, model: AnyModel) -> tuple[AttentionBackend, int, int, int, torch.dtype]:
+        config, vocab_size = self.config, self.models.target.vocab_size
+        return self.backend(), config.rows, self.max_model_len, vocab_size, cache_dtype(model, config)
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
         """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
-        sizes = self._sizes
+        sizes = self._sizes(model)
         if isinstance(model, NativeBlock):
             return NativeBlockDecoder(model, *sizes)
         if isinstance(model, NativeHead):

@@ -47,7 +47,7 @@ class EngineDescription:
             target=model_hash(target),
             drafter=_drafter_identity(self.config, draft) + self._describe_width() + self._describe_vocabulary(),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
-            attention=self._attention_identity(target),
+            attention=self._attention_identity(target) + self._describe_caches(),
             acceptance=self.config.acceptance,
         )
 
@@ -70,7 +70,7 @@ class EngineDescription:
             f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
-            f"attention {self._describe_attention()}; {self._describe_rounds(rounds)}"
+            f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
             f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
             f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
         )
@@ -109,6 +109,11 @@ class EngineDescription:
         reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
         return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
+
+    def _describe_caches(self) -> str:
+        """Name the dtype of keys and values; empty if it is the models' own."""
+        dtype = self.config.kv_cache_dtype
+        return "" if dtype == "auto" else f", keys and values in {dtype}"
 
     def _describe_rounds(self, rounds: RoundLoop) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""

@@ -23,6 +23,7 @@ from paceline.core.hardware import Stopwatch, ignore_torch_context, threads_per_
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
@@ -211,6 +212,7 @@ class Engine:
             self.parts.drafter.width,
             config.draft_vocab_size,
             config.attention,
+            config.kv_cache_dtype,
             config.acceptance,
             self._device_round is None,
             *sizes,
@@ -402,7 +404,8 @@ class Engine:
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
         model = self.models.target
-        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size)
+        kv_dtype = cache_dtype(model, self.config)
+        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size, kv_dtype)
         tokens = torch.tensor([list(token_ids)], device=model.device)
         with self._own_threads():
             hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import torch
+
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
 from paceline.core.cache_budget import KVCacheBudget
@@ -15,6 +17,7 @@ from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.vocabulary_size import short_head_bytes
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
 from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
@@ -104,18 +107,18 @@ def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
     """Return the bytes of a row of ``positions`` tokens in all caches."""
     cached = [target] if draft is None or not config.asks_draft_model else [target, draft]
-    return sum(_cache_bytes(model, positions) for model in cached)
+    return sum(_cache_bytes(model, cache_dtype(model, config), positions) for model in cached)
 
 
-def _cache_bytes(model: AnyModel, positions: int) -> int:
+def _cache_bytes(model: AnyModel, dtype: torch.dtype, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
     layers, fused = kv_layers_of(model), 0
     if isinstance(model, HeadModel):
         fused, positions = model.fused_bytes(positions), positions + model.slots_behind
     if grows_on(model.device):
-        kept = KVCache.growing_bytes(layers, positions, model.dtype)
+        kept = KVCache.growing_bytes(layers, positions, dtype)
     else:
-        kept = KVCache.bytes_for(layers, 1, positions, model.dtype)
+        kept = KVCache.bytes_for(layers, 1, positions, dtype)
     return kept + fused
 
 

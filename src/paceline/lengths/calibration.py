@@ -16,6 +16,7 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
+from paceline.core.eight_bits import stored, vector_width
 from paceline.core.rows import StepFeatures
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
@@ -288,8 +289,9 @@ class Calibration:
         generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
             for table in decoder.cache.tables:
-                for layer in table:
-                    layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
+                for row in (row for layer in table for row in layer[:rows]):
+                    numbers = row.new_empty(len(row), context, vector_width(table), dtype=torch.float32)
+                    row[:, :context] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
 
     def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.

@@ -118,14 +118,20 @@ class AssistantDecoder(HeadDecoder):
     fused_states: _TargetStates
 
     def __init__(
-        self, model: Assistant, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: Assistant,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.fused_states = _TargetStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self._target: Decoder
         self._states: Tensor  # [B, n, width]: own states at the text's last token and at the draft tokens
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
         """The stored states, whose rows are resized, copied and cut like those of keys and values."""
         return cast(KVCache, self.fused_states.table)
 

@@ -197,9 +197,15 @@ class HeadDecoder(DraftDecoder):
     fed_tokens = 8  # accepted draft tokens were read without hidden states, and are read again
 
     def __init__(
-        self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: HeadModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self.num_computed_tokens.fill_(self.unread)
 
     def read_from(self, target: Decoder) -> None:
@@ -303,10 +309,16 @@ class TorchHeadDecoder(HeadDecoder):
     passes: HeadPasses
 
     def __init__(
-        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: TorchHead,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.fused_states = model.head, TorchFusedStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
 
     def _new_passes(self) -> Passes:
         return HeadPasses(self.model, self)

@@ -115,7 +115,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
-        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V]."""
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
+
+        Caches of 8 bits have stored vectors (``core.eight_bits``), which are wider than D and V.
+        """
         ...
 
 

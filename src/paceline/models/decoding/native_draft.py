@@ -240,9 +240,15 @@ class NativeDraftDecoder(DraftDecoder):
     native: NativeDrafting
 
     def __init__(
-        self, model: NativeModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: NativeModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self.native = NativeDrafting(self, model.packed_decoder.decoder)
 
     def missing_tokens(self, batch: Batch) -> list[int]:
