@@ -165,9 +165,23 @@ inline void rotate(float* x, const float* cosine, const float* sine, int half) {
   }
 }
 
-inline size_t cache_offset(const Attention& a, int64_t row, int head, int64_t position) {
-  return static_cast<size_t>(row) * a.row_stride + static_cast<size_t>(head) * a.head_stride +
-         static_cast<size_t>(position) * a.position_stride;
+// Keys or values of one row and head. The positions of a page lie side by side, `stride` elements apart; a run of positions
+// that begins at a multiple of 16 and has 16 at most is in one page.
+template <class T>
+struct PagedVectors {
+  const T* first;  // the head's vectors in page 0
+  const int32_t* pages;
+  size_t page_stride, stride;
+  const T* at(int64_t position) const {
+    const size_t i = static_cast<size_t>(position), page = static_cast<size_t>(pages[i / kPagePositions]);
+    return first + page * page_stride + i % kPagePositions * stride;
+  }
+};
+
+template <class T>
+inline PagedVectors<T> vectors_of(const Attention& a, const uint8_t* keys_or_values, RowHead of) {
+  return {reinterpret_cast<const T*>(keys_or_values) + static_cast<size_t>(of.kv_head) * a.head_stride,
+          a.pages + static_cast<size_t>(of.row) * a.blocks, a.page_stride, a.position_stride};
 }
 
 inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const float* x) {
@@ -199,11 +213,12 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
-  const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
-  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
+  const size_t slot = static_cast<size_t>(wanted < a.capacity ? wanted : a.capacity);
+  const size_t page = static_cast<size_t>(a.pages[static_cast<size_t>(row) * a.blocks + slot / kPagePositions]);
+  size_t offset = page * a.page_stride + slot % kPagePositions * a.position_stride;
+  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim, offset += a.head_stride) {
     turn(k, a.k_norm);
     if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
-    const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
     if (a.values) write_cache(a, a.values, offset, v);
   }
@@ -284,39 +299,34 @@ inline int64_t slot_of(const Path& path, int64_t key) {
 
 // Rare cases are separate functions, so that the common loops stay fast.
 template <class T>
-__attribute__((noinline)) void transpose_along(const Attention& a, const T* keys, const Path& path, int first, float* out) {
+__attribute__((noinline)) void transpose_along(const PagedVectors<T>& keys, int dim, const Path& path, int first, float* out) {
   const T* rows[16];
-  for (int i = 0; i < 16; ++i) {
-    const int64_t key = first + i < a.capacity ? first + i : a.capacity;  // never read beyond the cache
-    rows[i] = keys + static_cast<size_t>(slot_of(path, key)) * a.position_stride;
-  }
-  transpose_keys(rows, a.dim, out);
+  for (int i = 0; i < 16; ++i) rows[i] = keys.at(slot_of(path, first + i));
+  transpose_keys(rows, dim, out);
 }
 
 // Scores of all queries against the keys [begin, end) of one block; begin and the block's start are multiples of 16.
 // path: the path of the one token whose queries these are; null: keys lie at their positions.
 template <class T>
-inline void score_block(const Attention& a, const T* keys, const Query* queries, int count, int start, int begin, int end,
-                        float* scores, float* tile, const T* values, const Path* path) {
+inline void score_block(const PagedVectors<T>& keys, int dim, const Query* queries, int count, int start, int begin, int end,
+                        float* scores, float* tile, const PagedVectors<T>& values, const Path* path) {
   for (int key = begin; key < end; key += 32) {
     const int vectors = end - key > 16 ? 2 : 1;
-    prefetch(values + static_cast<size_t>(key) * a.position_stride, static_cast<size_t>(16 * vectors) * a.position_stride * sizeof(T));
-    for (int v = 0; v < vectors; ++v) {
+    for (int first = key; first < key + 16 * vectors; first += 16) {
+      float* to = tile + (first - key);
+      prefetch(values.at(first), 16 * values.stride * sizeof(T));
       if (path) {
-        transpose_along(a, keys, *path, key + 16 * v, tile + 16 * v);
+        transpose_along(keys, dim, *path, first, to);
         continue;
       }
-      const T* rows[16];
-      for (int i = 0; i < 16; ++i) {
-        const int64_t at = key + 16 * v + i < a.capacity ? key + 16 * v + i : a.capacity;  // never read beyond the cache
-        rows[i] = keys + static_cast<size_t>(at) * a.position_stride;
-      }
-      transpose_keys(rows, a.dim, tile + 16 * v);
+      const T *rows[16], *at = keys.at(first);
+      for (size_t i = 0; i < 16; ++i) rows[i] = at + i * keys.stride;
+      transpose_keys(rows, dim, to);
     }
     for (int i = 0; i < count; i += kQueryBlock) {
       const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
       float* to = scores + static_cast<size_t>(i) * kKeyBlock + (key - start);
-      (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, a.dim, to);
+      (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, dim, to);
     }
   }
 }
@@ -415,28 +425,41 @@ inline void weigh_keys(const float* weights, int count, const T* values, size_t 
   }
 }
 
-// Weighs the values of the keys [begin, end). Where several groups of queries read them, or they are not at their
-// positions, 32 at a time are widened first, into `tile`.
+// Where the keys of a row are that are read next, to be prefetched: position `from` of a row that has `last` as its last one.
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, int begin, int end, const Path* path, const float* weights,
-                        const Merge* merge, float* running, float* sums, float* tile, const T* upcoming) {
+struct Upcoming {
+  PagedVectors<T> keys;
+  int64_t from, last;
+  const T* at(int64_t offset) const { return from + offset <= last ? keys.at(from + offset) : nullptr; }
+};
+
+// Weighs the values of the keys [begin, end), page by page. Where several groups of queries read them, or they are not at
+// their positions, 32 at a time are widened first, into `tile`.
+template <class T>
+inline void weigh_block(const PagedVectors<T>& values, int dim, int count, int begin, int end, const Path* path, const float* weights,
+                        const Merge* merge, float* running, float* sums, float* tile, const Upcoming<T>& upcoming) {
   const bool moved = path && path->from < end;
-  if (!moved && count <= kWeighBlock) {
-    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.value_dim, upcoming);
-  } else {
-    for (int first = begin; first < end; first += 32) {
-      const int keys = end - first < 32 ? end - first : 32;
-      if (upcoming) prefetch(upcoming + static_cast<size_t>(first - begin) * a.position_stride, static_cast<size_t>(keys) * a.position_stride * sizeof(T));
-      for (int i = 0; i < keys; ++i) {
-        const T* value = values + static_cast<size_t>(moved ? slot_of(*path, first + i) : first + i) * a.position_stride;
-        for (int d = 0; d < a.value_dim; d += 16) store(tile + i * a.value_dim + d, load_cached<T>(value + d));
-      }
-      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.value_dim), keys, first == begin, sums, a.value_dim, nullptr);
+  const bool widened = moved || count > kWeighBlock;
+  const int step = widened ? 32 : kPagePositions;
+  for (int first = begin, next; first < end; first = next) {
+    next = first / step * step + step < end ? first / step * step + step : end;
+    const float* of_keys = weights + (first - begin);
+    const T* ahead = upcoming.at(first - begin);
+    if (!widened) {
+      weigh_keys(of_keys, count, values.at(first), values.stride, next - first, first == begin, sums, dim, ahead);
+      continue;
     }
+    if (ahead) prefetch(ahead, static_cast<size_t>(next - first) * values.stride * sizeof(T));
+    for (int key = first; key < next; ++key) {
+      const T* value = values.at(moved ? slot_of(*path, key) : key);
+      float* to = tile + static_cast<size_t>(key - first) * static_cast<size_t>(dim);
+      for (int d = 0; d < dim; d += 16) store(to + d, load_cached<T>(value + d));
+    }
+    weigh_keys<float>(of_keys, count, tile, static_cast<size_t>(dim), next - first, first == begin, sums, dim, nullptr);
   }
   for (int i = 0; i < count; ++i) {
     const F16 fresh = set1(merge[i].fresh), old = set1(merge[i].old);
-    for (int d = i * a.value_dim; d < (i + 1) * a.value_dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
+    for (int d = i * dim; d < (i + 1) * dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
   }
 }
 
@@ -471,8 +494,8 @@ struct TokenGroup {
 };
 
 template <class T>
-inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const TokenGroup& group,
-                        float* scratch, const uint8_t* then) {
+inline void attend_over(const Attention& a, RowHead of, const Query* queries, int count, const TokenGroup& group,
+                        float* scratch, const RowHead* then) {
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
   float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
@@ -486,9 +509,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
     high = queries[i].high > high ? queries[i].high : high;
   }
   memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.value_dim) * sizeof(float));
-  const size_t base = cache_offset(a, row, kv_head, 0);
-  const T* keys = reinterpret_cast<const T*>(a.keys) + base;
-  const T* values = reinterpret_cast<const T*>(a.values) + base;
+  const auto keys = vectors_of<T>(a, a.keys, of), values = vectors_of<T>(a, a.values, of);
+  const Upcoming<T> next_row = {vectors_of<T>(a, a.keys, then ? *then : of), 0, then ? a.capacity : -1};
   for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
     const int begin = start > low ? start : low / 16 * 16;
     const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
@@ -499,12 +521,12 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
       const int stop = shared || queries[first].high > end ? end : queries[first].high;
       if (stop <= begin) continue;
       float* s = scores + static_cast<size_t>(first) * kKeyBlock;
-      score_block(a, keys, queries + first, step, start, begin, stop, s, tile, values, path);
+      score_block(keys, a.dim, queries + first, step, start, begin, stop, s, tile, values, path);
       for (int i = first; i < first + step; ++i) {
         merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop, a.cap);
       }
-      const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
-      weigh_block(a, values, step, begin, stop, path, s + (begin - start), merge + first,
+      const Upcoming<T> upcoming = stop < high ? Upcoming<T>{keys, stop, high - 1} : next_row;
+      weigh_block(values, a.value_dim, step, begin, stop, path, s + (begin - start), merge + first,
                   running + static_cast<size_t>(first) * static_cast<size_t>(a.value_dim), sums, tile, upcoming);
     }
   }
@@ -519,7 +541,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   }
 }
 
-inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
+inline void attend(const Attention& a, RowHead of, int first, int count, float* scratch, const RowHead* then) {
   Query queries[kMaxQueries];
   const int shared = a.heads / a.kv_heads;
   TokenGroup group = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
@@ -532,15 +554,15 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t last = a.ends ? a.ends[token] : position;
     const int64_t high = last + 1 < a.capacity ? last + 1 : a.capacity;
     for (int i = 0; i < shared; ++i) {
-      const size_t head = static_cast<size_t>(kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
+      const size_t head = static_cast<size_t>(of.kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
       queries[n++] = {row + head * static_cast<size_t>(a.dim), a.out + a.out_stride * static_cast<size_t>(token) + to,
                       static_cast<int>(low), static_cast<int>(high), a.gates ? row + a.gates + to : nullptr,
-                      a.sinks ? Partial{a.sinks[kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
+                      a.sinks ? Partial{a.sinks[of.kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
-  else attend_over<float>(a, row, kv_head, queries, n, group, scratch, then);
+  if (a.bf16) attend_over<uint16_t>(a, of, queries, n, group, scratch, then);
+  else attend_over<float>(a, of, queries, n, group, scratch, then);
 }
 
 // --- embedding, read from the packed head

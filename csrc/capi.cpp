@@ -102,7 +102,7 @@ PL_EXPORT Problem pl_attend(const Kernels* kernels, const Attention* attention, 
     const int most = kMaxQueries / (attention->heads / attention->kv_heads);
     for (int head = 0; head < attention->kv_heads; ++head) {
       for (int i = 0; i < tokens; i += most) {
-        kernels->attend(*attention, row, i, tokens - i < most ? tokens - i : most, head, scratch.as<float>(), nullptr);
+        kernels->attend(*attention, {row, head}, i, tokens - i < most ? tokens - i : most, scratch.as<float>(), nullptr);
       }
     }
   });

@@ -829,14 +829,10 @@ class Pass {
     for (int i = m_.next_unit_[layer]++, next = i; i < count; i = next) {
       next = m_.next_unit_[layer]++;
       const Unit& unit = units_[static_cast<size_t>(i / kv_heads)];
-      k_.attend(attention, unit.row, unit.first, unit.count, i % kv_heads, scratch, next < count ? keys_of(attention, next) : nullptr);
+      const RowHead then = next < count ? RowHead{units_[static_cast<size_t>(next / kv_heads)].row, next % kv_heads} : RowHead{};
+      k_.attend(attention, {unit.row, i % kv_heads}, unit.first, unit.count, scratch, next < count ? &then : nullptr);
     }
     pool_.meet();
-  }
-
-  const uint8_t* keys_of(const Attention& a, int unit) const {
-    const size_t row = static_cast<size_t>(units_[static_cast<size_t>(unit / a.kv_heads)].row);
-    return a.keys + (row * a.row_stride + static_cast<size_t>(unit % a.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
   }
 
   Attention describe(const Layer& layer) const {
@@ -853,7 +849,7 @@ class Pass {
     a.paths = paths_;
     a.keys = table.keys + offset;
     a.values = table.values ? table.values + offset : nullptr;
-    a.row_stride = static_cast<size_t>(table.row_stride);
+    a.page_stride = static_cast<size_t>(table.page_stride);
     a.head_stride = static_cast<size_t>(table.head_stride);
     a.position_stride = static_cast<size_t>(table.position_stride);
     a.bf16 = cache_.bf16 != 0;
@@ -865,6 +861,8 @@ class Pass {
       a.value_dim = layer.latent->rank;
       a.values = a.keys + static_cast<size_t>(layer.latent->rotary_dim) * (cache_.bf16 ? 2 : 4);
     }
+    a.pages = table.pages;
+    a.blocks = blocks_for(cache_.capacity);
     a.capacity = cache_.capacity;
     a.window = layer.window;
     a.scale = layer.scale;

@@ -16,6 +16,7 @@ constexpr int kPanel = 32;            // output columns that are packed and comp
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
 constexpr int kRowMultiple = 16;      // memory of rows is padded to it: the height of an AMX tile
 constexpr int kKeyBlock = 256;        // keys, aligned to absolute positions, that share one softmax partial
+constexpr int kPagePositions = 64;    // positions of a page of keys and values; src/paceline/core/pages.py
 constexpr int kActivationGroup = 64;  // inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 constexpr int kRouterPanel = 16;      // experts that are scored together
 constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
@@ -99,6 +100,12 @@ struct Path {
   const int64_t* slots;
 };
 
+// A row's keys and values of one head.
+struct RowHead {
+  int64_t row;
+  int kv_head;
+};
+
 // One layer's attention over the shared cache.
 struct Attention {
   float* qkv;  // [tokens][qkv_stride]: all heads of q, then of k, then of v
@@ -109,9 +116,11 @@ struct Attention {
   const int64_t* slots;  // null: equal to positions
   const int64_t* ends;   // per token, the last position that it sees; null: its own
   const Path* paths;     // per token; null: keys lie at their positions
-  uint8_t* keys;         // of this layer: [row][head][position][dim]
+  uint8_t* keys;         // of this layer: [page][head][position of the page][dim]
   uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written
-  size_t row_stride, head_stride, position_stride;  // in elements
+  size_t page_stride, head_stride, position_stride;  // in elements
+  const int32_t* pages;  // [row][blocks]: the page of each block of kPagePositions positions
+  size_t blocks;
   bool bf16;
   int heads, kv_heads, dim;
   int value_dim;     // width of a value
@@ -238,9 +247,9 @@ struct Kernels {
   void (*apply_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
-  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
+  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). then: the
   // keys that this thread reads next, to be prefetched, or null.
-  void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
+  void (*attend)(const Attention& attention, RowHead keys, int first, int count, float* scratch, const RowHead* then);
   // A recurrent layer: all nodes of one slot, one of the call's parts. Scratch: recurrent_scratch_floats().
   void (*recurrent)(const RecurrentCall& call, const SlotRun& run, int part, float* scratch);
   // What Mamba-2's parts share, once all of them have run: the inputs that a slot keeps, and the norm of a token's output.
@@ -269,6 +278,9 @@ static inline uint32_t mix(uint32_t x) {  // Wellons' lowbias32, a 32-bit finali
 
 // For a whole vocabulary or a search's first list; whole vectors are written at the end of a list.
 static inline size_t draw_scratch_items(int64_t vocabulary) { return static_cast<size_t>(vocabulary > 1024 ? vocabulary : 1024) + 32; }
+
+// Pages of a row's positions and the one behind them, which writes beyond the capacity go to.
+static inline size_t blocks_for(int64_t capacity) { return static_cast<size_t>(capacity) / kPagePositions + 1; }
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }

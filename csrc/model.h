@@ -303,9 +303,10 @@ struct RoundCall {
 
 // Keys and values of the layers of one shape.
 struct KVTable {
-  uint8_t* keys;  // [layer][row][head][position][dim]
+  uint8_t* keys;    // by layer, page, head and position of the page: [dim]
   uint8_t* values;  // or null: a value is the last elements of its key
-  int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
+  const int32_t* pages;  // [row][blocks_for(capacity)]: the page of each block of kPagePositions positions
+  int64_t layer_stride, page_stride, head_stride, position_stride;  // in elements
   int64_t layers, heads, dim;
 };
 

@@ -223,14 +223,16 @@ void test_norm(const Kernels& kernels) {
 // One row of `count` tokens over a cache, with and without a window, head width 48 (a remainder of the transposition).
 uint64_t attend(const Kernels& kernels, bool bf16, int64_t window) {
   constexpr int kHeads = 6, kKvHeads = 2, kDim = 48, kPositions = 400, kCount = 4, kStart = 371;
-  constexpr size_t kQkv = (kHeads + 2 * kKvHeads) * kDim, kElements = size_t{kKvHeads} * (kPositions + 1) * kDim;
+  constexpr size_t kQkv = (kHeads + 2 * kKvHeads) * kDim, kPage = size_t{kKvHeads} * kPagePositions * kDim;
+  const std::vector<int32_t> pages = {3, 0, 6, 1, 5, 2, 4};
+  const size_t elements = pages.size() * kPage;
   Random random{77};
   std::vector<float> qkv(kQkv * kCount), out(size_t{kHeads} * kDim * kCount), cosine(kPositions * kDim / 2), sine(cosine), norm(kDim);
-  std::vector<uint8_t> keys(kElements * (bf16 ? 2 : 4)), values(keys);
+  std::vector<uint8_t> keys(elements * (bf16 ? 2 : 4)), values(keys);
   for (float& x : qkv) x = random.uniform();
   for (float& x : norm) x = random.uniform();
   for (size_t i = 0; i < cosine.size(); ++i) cosine[i] = random.uniform(), sine[i] = random.uniform();
-  for (size_t i = 0; i < kElements; ++i) {
+  for (size_t i = 0; i < elements; ++i) {
     for (std::vector<uint8_t>* cache : {&keys, &values}) {
       const float x = random.uniform();
       const uint16_t half = to_bf16(x);
@@ -243,13 +245,14 @@ uint64_t attend(const Kernels& kernels, bool bf16, int64_t window) {
   Attention a = {};
   a.qkv = qkv.data(), a.qkv_stride = kQkv, a.out = out.data(), a.out_stride = size_t{kHeads} * kDim;
   a.positions = positions.data(), a.keys = keys.data(), a.values = values.data();
-  a.row_stride = kElements, a.head_stride = size_t{kPositions + 1} * kDim, a.position_stride = kDim;
-  a.bf16 = bf16, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = kDim, a.capacity = kPositions, a.window = window;
+  a.page_stride = kPage, a.head_stride = size_t{kPagePositions} * kDim, a.position_stride = kDim;
+  a.pages = pages.data(), a.blocks = pages.size();
+  a.bf16 = bf16, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = a.value_dim = kDim, a.capacity = kPositions, a.window = window;
   a.scale = 0.3f, a.q_norm = norm.data(), a.epsilon = 1e-6f;
   const Rotary rotary = {cosine.data(), sine.data(), kDim / 2, kPositions};
   for (int token = 0; token < kCount; ++token) kernels.rotate_and_write(a, rotary, token, 0);
   std::vector<float> scratch(attend_scratch_floats(kDim));
-  for (int head = 0; head < kKvHeads; ++head) kernels.attend(a, 0, 0, kCount, head, scratch.data(), nullptr);
+  for (int head = 0; head < kKvHeads; ++head) kernels.attend(a, {0, head}, 0, kCount, scratch.data(), nullptr);
   return hash_of(out.data(), out.size() * sizeof(float), hash_of(keys.data(), keys.size()));
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.cache import KVCache
+from paceline.core.pages import blocks_for
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.attention.base import AttentionTerms
@@ -316,7 +317,7 @@ def run_attention(
         positions=positions.data_ptr(),
         keys=where.keys,
         values=where.values,
-        row_stride=where.row_stride,
+        page_stride=where.page_stride,
         head_stride=where.head_stride,
         position_stride=where.position_stride,
         bf16=bool(whole.bf16),
@@ -325,6 +326,8 @@ def run_attention(
         dim=dim,
         value_dim=dim,
         capacity=whole.capacity,
+        pages=where.pages,
+        blocks=blocks_for(whole.capacity),
         window=window or 0,
         scale=dim**-0.5,
         epsilon=1e-6,

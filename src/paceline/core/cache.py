@@ -45,7 +45,8 @@ class KVCache(RowTables):
     Layers of one shape lie together in a table [layer, row, head, position, dim] of keys and one of values. With a
     dtype of 8 bits, ``dim`` is the stored width of a vector with its scale (``core.eight_bits``).
     layers: the heads of each layer.
-    shapes: of the tables, in the order in which layers first have them. places: each layer's table, and place in it.
+    shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
+    places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
     keys, values: the tables of the first layer's shape.
     adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
@@ -66,11 +67,13 @@ class KVCache(RowTables):
         for name, value in (("layers", len(layers)), ("rows", rows), ("heads", least), ("positions", positions)):
             if value < 1:
                 raise ParameterError(name, value, "at least 1")
-        sizes = Counter(layers)
-        self.shapes = tuple(sizes)
+        self.layer_counts = Counter(layers)
+        self.shapes = tuple(self.layer_counts)
         self.places = table_places(layers)
         tables = [
-            (sizes[shape], shape.heads, stored_width(width, dtype)) for shape in self.shapes for width in shape.stored
+            (count, shape.heads, stored_width(width, dtype))
+            for shape, count in self.layer_counts.items()
+            for width in shape.stored
         ]
         super().__init__(tables, rows, positions, dtype, torch.device(device))
         self.of_shapes = self._keys_and_values()

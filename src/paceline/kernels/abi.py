@@ -25,6 +25,7 @@ PANEL = 32
 INPUT_MULTIPLE = 64
 ROW_MULTIPLE = 16
 KEY_BLOCK = 256
+PAGE_POSITIONS = 64
 ACTIVATION_GROUP = 64
 ROUTER_PANEL = 16
 INT8_ZERO = 128
@@ -243,9 +244,9 @@ class CKVTable(Structure):
     """csrc: KVTable."""
 
     _fields_ = (
-        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("row_stride", c_int64),
-        ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64), ("heads", c_int64),
-        ("dim", c_int64),
+        ("keys", c_void_p), ("values", c_void_p), ("pages", c_void_p), ("layer_stride", c_int64),
+        ("page_stride", c_int64), ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64),
+        ("heads", c_int64), ("dim", c_int64),
     )
 
 
@@ -273,11 +274,11 @@ class CAttention(Structure):
     _fields_ = (
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
         ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
-        ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
-        ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
-        ("norm_after", c_bool), ("cap", c_float),
+        ("values", c_void_p), ("page_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
+        ("pages", c_void_p), ("blocks", c_size_t), ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int),
+        ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64), ("window", c_int64), ("scale", c_float),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t),
+        ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float),
     )
 
 
@@ -438,4 +439,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9469da62fdda0f41"
+INTERFACE = "638dc2b2538f7517"
