@@ -837,7 +837,7 @@ class Pass {
 
   Attention describe(const Layer& layer) const {
     const KVTable& table = cache_.tables[layer.table];
-    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride) * (cache_.bf16 ? 2 : 4);
+    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride * bytes_of(cache_.element));
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
@@ -852,14 +852,14 @@ class Pass {
     a.page_stride = static_cast<size_t>(table.page_stride);
     a.head_stride = static_cast<size_t>(table.head_stride);
     a.position_stride = static_cast<size_t>(table.position_stride);
-    a.bf16 = cache_.bf16 != 0;
+    a.element = cache_.element;
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
     a.value_dim = layer.dim;
     if (layer.latent) {
       a.value_dim = layer.latent->rank;
-      a.values = a.keys + static_cast<size_t>(layer.latent->rotary_dim) * (cache_.bf16 ? 2 : 4);
+      a.values = a.keys + layer.latent->rotary_dim * bytes_of(cache_.element);
     }
     a.pages = table.pages;
     a.blocks = blocks_for(cache_.capacity);

@@ -314,7 +314,7 @@ struct Cache {
   const KVTable* tables;
   int64_t table_count;
   int64_t rows, capacity;
-  int32_t bf16;
+  int32_t element;  // CacheElement
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
   int64_t *base, *count;         // per row
   int64_t window;

@@ -117,8 +117,14 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
-KV_DTYPES = {"llama in int8": "int8", "llama in fp8": "fp8"}  # models whose caches have another dtype, draft ones too
-MODELS |= dict.fromkeys(KV_DTYPES, tiny_llama)
+CACHED = {  # models whose caches, and those of their draft models, have 8 bits
+    **dict.fromkeys(("llama in int8", "llama in fp8"), tiny_llama),
+    "native in int8": MODELS["native"],
+    "latent in int8": MODELS["latent"],
+    "gemma4 in int8": tiny_native_gemma4,
+}
+KV_DTYPES = {model: model.rpartition(" ")[2] for model in CACHED}
+MODELS |= CACHED
 BESIDE = {  # the same, with MLPs beside attention, or experts
     "in parallel": functools.cache(lambda: tiny_native_parallel(experts=False)),
     "experts in parallel": functools.cache(lambda: tiny_native_parallel(experts=True)),
@@ -133,21 +139,22 @@ DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(
     ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
 )
-DRAFTS |= dict.fromkeys((*OTHER_STATES, *KV_DTYPES), lambda: tiny_llama(1))
+DRAFTS |= dict.fromkeys((*OTHER_STATES, "llama in int8", "llama in fp8"), lambda: tiny_llama(1))
+DRAFTS |= dict.fromkeys(("native in int8", "latent in int8", "gemma4 in int8"), DRAFTS["native"])
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
     **dict.fromkeys(("llama", "llama in int8"), lambda: tiny_head(tiny_llama(), 32)),
-    "native": lambda: tiny_native_head(tiny_native(1), 72),
+    **dict.fromkeys(("native", "native in int8"), lambda: tiny_native_head(tiny_native(1), 72)),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
     "experts": lambda: tiny_native_head(MODELS["experts"](), 72),
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
-    "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
+    **dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_native_head(tiny_native_gemma4(), 40)),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
-    "latent": lambda: tiny_native_head(MODELS["latent"](), 72),
+    **dict.fromkeys(("latent", "latent in int8"), lambda: tiny_native_head(MODELS["latent"](), 72)),
     "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
-ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
+ASSISTANTS = dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_assistant(tiny_native_gemma4()))
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
@@ -168,12 +175,21 @@ ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside target
     "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
     "dflash2": functools.partial(tiny_native_block, kind="dflash2"),
 }
-WIDTHS = {"toy": 8, "flat": 8, "llama": 32, "llama in int8": 32, "native": 72, "experts": 72, "lfm2": 48}
+WIDTHS = {
+    "toy": 8,
+    "flat": 8,
+    "llama": 32,
+    "llama in int8": 32,
+    "native": 72,
+    "native in int8": 72,
+    "experts": 72,
+    "lfm2": 48,
+}
 WIDTHS |= {**dict.fromkeys(OTHER_STATES, 48), "mamba2": 64}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
-    if kind in ON_KERNELS and model in ("native", "experts", "lfm2"):
+    if kind in ON_KERNELS and model in ("native", "native in int8", "experts", "lfm2"):
         return ON_KERNELS[kind](MODELS[model](), WIDTHS[model])
     return IN_TORCH[kind](MODELS[model](), WIDTHS[model])
 
@@ -533,6 +549,9 @@ DRAFTERS_OF = {
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
     "llama in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
     "llama in fp8": ["model", "ragged"],
+    "native in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
+    "latent in int8": ["model", "documents", "head"],
+    "gemma4 in int8": ["model", "sometimes", "head", "assistant"],
 }
 BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
 DRAFTERS_FOR = {
@@ -906,7 +925,7 @@ def tree_engine(
 
 
 TREES = {
-    "place": ["toy", "toy, split", "flat", "llama", "llama, split", "llama in int8", "native"],
+    "place": ["toy", "toy, split", "flat", "llama", "llama, split", "llama in int8", "native", "native in int8"],
     "shape": SHAPES,
     "script": ["never", "always", "sometimes"],
     "length": ["random", 1, 8, "bass", "auto", "profiled", "caps", "selection", "budget"],
@@ -917,7 +936,16 @@ ANY_LENGTH = {("length", length): {"shape": ["random", "binary"]} for length in 
 
 
 @pytest.mark.parametrize(
-    tuple(TREES), on_kernels_where_needed(pairwise(TREES, {**ANY_LENGTH, ("place", "native"): {"kernels": ["auto"]}}))
+    tuple(TREES),
+    on_kernels_where_needed(
+        pairwise(
+            TREES,
+            {
+                **ANY_LENGTH,
+                **{("place", place): {"kernels": ["auto"]} for place in TREES["place"] if "native" in place},
+            },
+        )
+    ),
 )
 def test_trees_equal_plain_decoding(
     place: str, shape: str, script: str, length: int | str, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch

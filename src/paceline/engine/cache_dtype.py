@@ -30,8 +30,8 @@ def _allowed_instead(model: AnyModel, dtype: torch.dtype) -> str | None:
     if dtype not in LARGEST:
         allowed = f"'auto' with {model.name} in float16, whose numbers bfloat16 would round"
         return allowed if model.dtype == torch.float16 else None
-    if isinstance(model, NativeModel | NativeHead):
-        return "'auto' or 'bf16' on the CPU kernels; 8 bits with attention='padded' or 'split'"
+    if dtype == torch.float8_e4m3fn and isinstance(model, NativeModel | NativeHead):
+        return "'int8' on the CPU kernels, which have no float8"
     if model.device.type == "cuda":
         return "'auto' or 'bf16' on CUDA devices"
     odd = {width for shape in kv_layers_of(model) for width in shape.stored if width % _SCALE_ALIGNMENT}
