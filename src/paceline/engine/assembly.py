@@ -56,10 +56,11 @@ class Models:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes an engine's parts. max_model_len: tokens of its longest sequence."""
+    """Makes an engine's parts. slots: of all caches. max_model_len: tokens of its longest sequence."""
 
     models: Models
     config: EngineConfig
+    slots: int
     max_model_len: int
 
     def backend(self) -> AttentionBackend:
@@ -69,15 +70,15 @@ class Assembly:
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def target(self) -> Decoder:
-        """Return the target's decoder, with a cache for all rows."""
+        """Return the target's decoder, with a cache of all slots."""
         return Decoder(self.models.target, *self._sizes)
 
     @property
     def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
+        return self.backend(), self.slots, self.max_model_len, self.models.target.vocab_size
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
-        """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
+        """Return a draft model's decoder, with a cache of all slots. Its logits have the target's vocabulary size."""
         sizes = self._sizes
         if isinstance(model, NativeBlock):
             return NativeBlockDecoder(model, *sizes)
