@@ -88,6 +88,7 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     *[("prefill_chunk", v) for v in (0, -5, 1.5)],
     *[("threads", v) for v in (0, 1.5)],
     *[("memory_limit", v) for v in (0, -1, 1.5, 2**63)],
+    *[("prefix_memory", v) for v in (-1, 1.5, 2**63)],
     *[("max_model_len", v) for v in (2**31, 10**22)],
     *[("prefill_chunk", v) for v in (2**20 + 1, 2**63)],
     *[("threads", v) for v in (1025, 2**63)],

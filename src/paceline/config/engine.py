@@ -203,6 +203,16 @@ class EngineConfig:
             "answers of other requests (``lookup_tokens``).",
         ),
     ] = True
+    prefix_memory: Annotated[
+        int | None,
+        Whole(0, MAX_BYTES),
+        Help(
+            "Bytes for prefixes of ended requests, beside the rows'. 0: free rows keep them, and no others. Default: "
+            "a quarter of the memory left free.",
+            more="The least recently used go first, long ones later than short ones. They also fill what rows do not "
+            "need now, and give way to them. Only the CPU kernels on Linux keep more prefixes than rows.",
+        ),
+    ] = None
     device: Annotated[
         str,
         Text(filled=True),
@@ -382,6 +392,7 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int
     longest_pause: float | None
     prefix_cache: bool
+    prefix_memory: int | None
     device: str
     tensor_parallel: int
     threads: int | None
@@ -417,6 +428,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
+    "prefix_memory": (lambda config: config.prefix_cache, "the prefix cache: prefix_cache=True"),
 }
 """Conditions under which an option has an effect, and their descriptions for errors."""
 
@@ -432,7 +444,9 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
     }
     for name in given.keys() & _NEEDS.keys():
         used, needed = _NEEDS[name]
-        nothing = {"num_speculative_tokens": 0, "speculation_width": 1, "draft_vocab_size": 0}.get(name, usual[name])
+        nothing = {"num_speculative_tokens": 0, "speculation_width": 1, "draft_vocab_size": 0, "prefix_memory": 0}.get(
+            name, usual[name]
+        )
         idle = given[name] in (usual[name], nothing)
         check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
 

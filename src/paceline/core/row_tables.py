@@ -7,11 +7,13 @@ that rows grow.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +36,22 @@ def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -
     if not grows_on(torch.device(device)) or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
+
+
+def return_pages(part: Tensor) -> None:
+    """Free the whole pages of a contiguous part of a tensor of ``zeros_by_page``; they then read as zeros.
+
+    Does nothing where rows do not grow.
+    """
+    page, start = mmap.PAGESIZE, part.data_ptr()
+    first, stop = _up(start, page), (start + part.nbytes) // page * page
+    if grows_on(part.device) and first < stop:
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:

@@ -59,10 +59,11 @@ class Models:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes an engine's parts. max_model_len: tokens of its longest sequence."""
+    """Makes an engine's parts. slots: of all caches. max_model_len: tokens of its longest sequence."""
 
     models: Models
     config: EngineConfig
+    slots: int
     max_model_len: int
 
     def backend(self) -> AttentionBackend:
@@ -72,15 +73,15 @@ class Assembly:
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def target(self) -> Decoder:
-        """Return the target's decoder, with a cache for all rows."""
+        """Return the target's decoder, with a cache of all slots."""
         return Decoder(self.models.target, *self._sizes(self.models.target))
 
     def _sizes(self, model: AnyModel) -> tuple[AttentionBackend, int, int, int, torch.dtype]:
-        config, vocab_size = self.config, self.models.target.vocab_size
-        return self.backend(), config.rows, self.max_model_len, vocab_size, cache_dtype(model, config)
+        vocab_size, dtype = self.models.target.vocab_size, cache_dtype(model, self.config)
+        return self.backend(), self.slots, self.max_model_len, vocab_size, dtype
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
-        """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
+        """Return a draft model's decoder, with a cache of all slots. Its logits have the target's vocabulary size."""
         sizes = self._sizes(model)
         if isinstance(model, NativeBlock):
             return NativeBlockDecoder(model, *sizes)

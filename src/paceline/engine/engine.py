@@ -80,7 +80,7 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
-        self._assembly = Assembly(models, config, self.max_model_len)
+        self._assembly = Assembly(models, config, self.room.slots, self.max_model_len)
         target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
         self._intake = Intake(
@@ -105,9 +105,9 @@ class Engine:
             self.measure_prefill()
 
     def _new_batch(self) -> Batch:
-        target = self.models.target
+        target, room = self.models.target, self.room
         ops = cpu_ops(target.device)
-        return Batch(self.config.rows, self.max_model_len, target.vocab_size, target.device, ops)
+        return Batch(room.slots, room.positions, target.vocab_size, target.device, ops, room.rows)
 
     def _make_graph(self) -> GraphPlace | None:
         """Return the place of device rounds; None if all rounds run on the host."""
@@ -255,7 +255,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.rounds)
+        return self._description.describe(self.rounds, self.slots.free)
 
     @ignore_torch_context
     @torch.inference_mode()

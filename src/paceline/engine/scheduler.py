@@ -124,7 +124,7 @@ class Scheduler:
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
-        return min(self.batch.capacity, len(self.slots.used) + begun_now + len(self.waiting))
+        return min(self.batch.max_rows, len(self.slots.used) + begun_now + len(self.waiting))
 
     def _prefill(self) -> dict[int, Tensor]:
         """Feed one chunk; none if the next round would then end after a deadline.

@@ -70,6 +70,11 @@ class CachedRows:
         if self._recurrent is not None:
             self._recurrent.save(slot, apart=apart)
 
+    def limit_saved_states(self, count: int) -> None:
+        """Set how many recurrent states may be saved, of all slots together."""
+        if self._recurrent is not None:
+            self._recurrent.max_saved = count
+
     def reusable(self, slot: int, tokens: int) -> int:
         """Return how many of a slot's first ``tokens`` computed tokens another text can start from.
 
