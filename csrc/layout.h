@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "9469da62fdda0f41";
+constexpr const char* kInterface = "e4475e07681276b2";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),

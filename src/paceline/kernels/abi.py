@@ -400,9 +400,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_kernels": (c_void_p, (c_char_p,)),
     "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
-    "pl_pool_new": (c_void_p, (c_int,)),
+    "pl_pool_new": (c_void_p, (c_int, c_int, c_void_p, c_void_p, c_void_p)),
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
+    "pl_place": (c_int, (c_void_p, c_void_p, c_int, c_size_t)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
@@ -438,4 +439,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9469da62fdda0f41"
+INTERFACE = "e4475e07681276b2"

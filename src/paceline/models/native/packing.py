@@ -88,10 +88,11 @@ class PackedDecoder:
         size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
+        pool = native.current_pool(kernels, threads)
+        packer = _Packer(self.memory, fill=read_packed is None, place=pool.place if pool.nodes else None)
+        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         if read_packed is not None:
             read_packed(self.memory)
-        packer = _Packer(self.memory, fill=read_packed is None)
-        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         tables = _rotate_by_tables(spec, model)
         self.model = model
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
@@ -119,10 +120,13 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
 
 
 class _Packer:
-    """Walks over the weights and gives each one its offset in ``memory``; packs it there if ``fill``."""
+    """Walks over the weights and gives each one its offset in ``memory``; packs it there if ``fill``.
 
-    def __init__(self, memory: Tensor, *, fill: bool) -> None:
-        self._memory, self._fill, self.used = memory, fill, 0
+    place: binds the pages of a linear layer before anything is written there; None: they lie where they are written.
+    """
+
+    def __init__(self, memory: Tensor, *, fill: bool, place: Callable[[pack.Packed], None] | None = None) -> None:
+        self._memory, self._fill, self._place, self.used = memory, fill, place, 0
 
     def pack_model(
         self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModelSpec | None = None
@@ -337,6 +341,8 @@ class _Packer:
     def _linear(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
+        if self._place is not None:
+            self._place(packed)
         if self._fill:
             pack.fill(packed, linear.rounded(to), linear.bias)
         return structs.linear(packed)
