@@ -295,6 +295,12 @@ def current_pool(kernels: Kernels, threads: int | None = None) -> Pool:
     return pool(kernels, *(_wanted.get() or (threads or torch.get_num_threads(), ())))
 
 
+def node_pool(kernels: Kernels) -> Pool | None:
+    """Return the pool of ``kernel_threads`` if it is divided between NUMA nodes."""
+    wanted = _wanted.get()
+    return pool(kernels, *wanted) if wanted is not None and wanted[1] else None
+
+
 class Arena:
     """Memory in huge pages for all weights of a model, handed out in the order in which they are read.
 
