@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "range.h"
+
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
@@ -74,10 +76,6 @@ struct LinearCall {
   float limit = 0.0f;  // of kCap
   const float* const* changes = nullptr;  // per row: numbers to add to its outputs before the epilogue, or null; or null for all rows
   const float* shape = nullptr;           // of kXielu: its four numbers
-};
-
-struct Range {
-  int first, last;  // last is exclusive
 };
 
 // An RMS norm, or with a bias a layer norm.

@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "92c26d16da9ab3c9";
+constexpr const char* kInterface = "ab5be6650a1f7da9";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),

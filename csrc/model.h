@@ -458,11 +458,4 @@ const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // o
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
 
-// The part of `count` items that `thread` handles.
-struct Share : Range {
-  Share(int count, int thread, int threads)
-      : Range{static_cast<int>(static_cast<int64_t>(count) * thread / threads),
-              static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads)} {}
-};
-
 }  // namespace paceline

@@ -87,6 +87,7 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     *[("max_model_len", v) for v in (0, 1, 2.5)],
     *[("prefill_chunk", v) for v in (0, -5, 1.5)],
     *[("threads", v) for v in (0, 1.5)],
+    *[("numa", v) for v in ("", "both", "0,", "0-1", "-1", 0, None)],
     *[("memory_limit", v) for v in (0, -1, 1.5, 2**63)],
     *[("prefix_memory", v) for v in (-1, 1.5, 2**63)],
     *[("max_model_len", v) for v in (2**31, 10**22)],

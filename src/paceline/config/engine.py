@@ -31,7 +31,7 @@ from paceline.config.limits import (
     Seconds,
     Width,
 )
-from paceline.config.ranges import FileName, OneOf, Text, Whole, check, check_fields, names_checked
+from paceline.config.ranges import FileName, NumaNodes, OneOf, Text, Whole, check, check_fields, names_checked
 from paceline.config.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 from paceline.errors import ParameterError
 
@@ -230,8 +230,20 @@ class EngineConfig:
     threads: Annotated[
         int | None,
         Whole(1, MAX_THREADS),
-        Help("CPU threads, of each rank. Default: torch's choice, at most a container's CPU quota."),
+        Help(
+            "CPU threads, of each rank. Default: one per core, at most a container's CPU quota.",
+            more="Efficiency cores do not count. Above eight the default is measured: as many as make a pass faster.",
+        ),
     ] = None
+    numa: Annotated[
+        str,
+        NumaNodes(),
+        Help(
+            "NUMA nodes (sockets) that the CPU kernels use: auto (all, if there are several), off, or numbers: 0,1.",
+            more="Threads are divided between the nodes, and so is every matrix: each thread reads memory that is "
+            "near. Linux only.",
+        ),
+    ] = "auto"
     memory_limit: Annotated[
         int | None,
         Whole(1, MAX_BYTES),
@@ -269,6 +281,7 @@ class EngineConfig:
         check(self.kv_cache_dtype == "auto", "kv_cache_dtype", self.kv_cache_dtype, caches)
         batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
         check(not self.deterministic, "deterministic", self.deterministic, batch)
+        check(self.numa in ("auto", "off"), "numa", self.numa, f"'auto' or 'off' {ranks}; others {one}")
 
     def _check_acceptance(self) -> None:
         acceptance = self.acceptance
@@ -396,6 +409,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     tensor_parallel: int
     threads: int | None
+    numa: str
     memory_limit: int | None
 
 

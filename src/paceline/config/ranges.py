@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -161,6 +162,18 @@ class Text:
 
 
 _TEXT = Text()
+
+
+@dataclass(frozen=True)
+class NumaNodes:
+    """Numbers of NUMA nodes, "0,1"; or "auto", or "off"."""
+
+    allowed: str = "'auto', 'off', or numbers of nodes, such as '0,1'"
+
+    def take(self, name: str, value: Any) -> Any:
+        numbers = is_text(value) and re.fullmatch(r"\d{1,4}(,\d{1,4})*", value, re.ASCII) is not None
+        check(numbers or value in ("auto", "off"), name, value, self.allowed)
+        return value
 
 
 _LONGEST_FILE_NAME, _LONGEST_PATH = 255, 4096  # bytes, on every usual file system

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import EngineConfig
+from paceline.core.cpus import Node, ranges
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
@@ -27,7 +28,7 @@ class EngineDescription:
     """Describes what an engine runs.
 
     device_round: the round as a program of the device; None if all rounds run on the host.
-    threads: CPU threads of the kernels.
+    threads: CPU threads of the kernels. nodes: NUMA nodes between which they are divided.
     fitted: rows, tokens of the longest sequence, and memory of the KV caches.
     """
 
@@ -36,6 +37,7 @@ class EngineDescription:
     parts: Speculation
     device_round: DeviceRound | None
     threads: int
+    nodes: tuple[Node, ...]
     fitted: FittedRows
 
     def identity(self) -> Identity:
@@ -71,7 +73,8 @@ class EngineDescription:
             if config.synthetic_acceptance is not None:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
-            f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
+            f"target {_describe_model(self.models.target)}{self._describe_kernels()}, "
+            f"{self.threads} threads{self._describe_nodes()}; "
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
             f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
@@ -84,6 +87,15 @@ class EngineDescription:
         target = self.models.target
         obstacle = native.faster_obstacle(target.kernels) if isinstance(target, NativeModel) else ""
         return f" ({obstacle})" if obstacle else ""
+
+    def _describe_nodes(self) -> str:
+        """Name the NUMA nodes of the threads, and say whether the weights lie there; empty without nodes."""
+        target = self.models.target
+        if not self.nodes or not isinstance(target, NativeModel):
+            return ""
+        nodes = " and ".join(f"{node.number} (CPUs {ranges(node.cpus)})" for node in self.nodes)
+        placed = target.packed_decoder.nodes == self.nodes
+        return f" on NUMA nodes {nodes}, weights {'divided between them' if placed else 'where they were loaded'}"
 
     def _describe_width(self) -> str:
         """Name the width of trees; empty for chains."""

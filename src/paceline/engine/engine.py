@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch, RowStart
+from paceline.core.cpus import Node
 from paceline.core.draft import Verdict
-from paceline.core.hardware import Stopwatch, ignore_torch_context, threads_per_rank, torch_threads
+from paceline.core.hardware import Stopwatch, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
@@ -37,6 +38,7 @@ from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.threads import chosen_nodes, engine_threads
 from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
@@ -76,7 +78,8 @@ class Engine:
         self.config = config = replace(config, max_batch_size=self._fitted.rows)
         self.max_model_len, self.room = self._fitted.positions, self._fitted.budget
         self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
-        self.threads = config.threads or threads_per_rank(config.tensor_parallel)
+        self.nodes = self._chosen_nodes()
+        self.threads = engine_threads(config, models.target, self.nodes)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
@@ -103,6 +106,15 @@ class Engine:
         self.rounds = RoundLoop(self.parts, self.scheduler, choice)
         if models.target.device.type == "cuda" and config.longest_pause is not None:
             self.measure_prefill()
+
+    def _chosen_nodes(self) -> tuple[Node, ...]:
+        """Return the NUMA nodes of the CPU kernels. Raises ParameterError if they are named, but not used."""
+        numa = self.config.numa
+        if self._on_kernels:
+            return chosen_nodes(numa)
+        if numa in ("auto", "off"):
+            return ()
+        raise ParameterError("numa", numa, "'auto' or 'off': the target does not run on the CPU kernels")
 
     def _new_batch(self) -> Batch:
         target, room = self.models.target, self.room
@@ -239,6 +251,7 @@ class Engine:
             parts=self.parts,
             device_round=self._device_round,
             threads=self.threads,
+            nodes=self.nodes,
             fitted=self._fitted,
         )
 
@@ -318,7 +331,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Admit requests, prefill one chunk, run one round. Return the requests that gained tokens or ended."""
         if self._skips_torch():
-            with kernel_threads(self.threads):
+            with kernel_threads(self.threads, self.nodes):
                 return self._step()
         with torch.inference_mode(), self._own_threads():
             return self._step()
@@ -337,7 +350,7 @@ class Engine:
         """Set the CPU threads. Beside the CPU kernels torch gets one: its idle threads would spin on the kernels'
         cores.
         """
-        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads):
+        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads, self.nodes):
             yield
 
     def _step(self) -> list[RequestOutput]:

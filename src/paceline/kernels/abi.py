@@ -409,9 +409,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_kernels": (c_void_p, (c_char_p,)),
     "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
-    "pl_pool_new": (c_void_p, (c_int,)),
+    "pl_pool_new": (c_void_p, (c_int, c_int, c_void_p, c_void_p, c_void_p)),
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
+    "pl_place": (c_int, (c_void_p, c_void_p, c_int, c_size_t)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
@@ -447,4 +448,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "92c26d16da9ab3c9"
+INTERFACE = "ab5be6650a1f7da9"
