@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, Weight
+from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, Weight, fp4_numbers
 
 _ROWS_AT_ONCE = 1 << 20  # numbers of a matrix that are dequantised at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class SafeTensor(Protocol):
@@ -333,10 +331,8 @@ class _MXFP4Matrix:
 
 def _mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
     """packed uint8 [O, I / 2], the first of two numbers in the low half; exponents uint8 [O, I / 32] -> [O, I]."""
-    table = torch.tensor([*_FP4, *(-number for number in _FP4)])
-    numbers = table[torch.stack((packed & 15, packed >> 4), -1).long()].view(*exponents.shape, 32)
-    numbers[exponents == _E8M0_NAN] = torch.nan
-    return torch.ldexp(numbers, exponents.int()[..., None] - _E8M0_BIAS).flatten(1)
+    codes = torch.stack((packed & 15, packed >> 4), -1).view(*exponents.shape, 32)
+    return fp4_numbers(codes, exponents[..., None]).flatten(1)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
