@@ -236,7 +236,12 @@ def nvfp4(*, by_modelopt: bool) -> Converter:
         nibbles = (codes + 8 * (scaled < 0)).view(len(weight), -1, 2)
         packed = (nibbles[..., 0] | (nibbles[..., 1] << 4)).to(torch.uint8)
         if by_modelopt:
-            return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole, "input_scale": whole.clone()}, exact
+            return {
+                "weight": packed,
+                "weight_scale": scales,
+                "weight_scale_2": whole,
+                "input_scale": whole.clone(),
+            }, exact
         return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": divisor[None]}, exact
 
     return Converter({"quant_method": "modelopt", "quant_algo": "NVFP4"} if by_modelopt else config, convert)
@@ -255,9 +260,7 @@ def modelopt_mixed() -> Converter:
         return stored, values.float() * scale
 
     layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4"}, "model.layers.0.q": {"quant_algo": "FP8"}}
-    return Converter(
-        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, convert
-    )
+    return Converter({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, convert)
 
 
 CONVERTERS: dict[str, Converter] = {

@@ -358,7 +358,7 @@ class NVFP4Tensor:
         step = max(1, _ROWS_AT_ONCE // self.shape[1])
         for first in range(0, self.shape[0], step):
             rows = slice(first, first + step)
-            blocks = _fp4(values[rows]).unflatten(1, (-1, 16))
+            blocks = _fp4(values[rows]).view(-1, self.shape[1] // 16, 16)
             destination[rows].copy_((blocks * factors[rows, :, None]).flatten(1))
 
     def codes(self, to: Format) -> Weight | None:
