@@ -129,6 +129,8 @@ class EngineDescription:
         target = self.models.target
         if isinstance(target, FlatModel):
             return "native (ragged, batch-invariant)"
+        if reason := getattr(target, "whole_texts", None):
+            return f"transformers' own, over whole texts in every pass (nothing of them is cached: {reason})"
         from paceline.models.load.prepare import why_not_native  # which reads files: engines alone need no gguf
 
         reason = why_not_native(target, self.config.attention)

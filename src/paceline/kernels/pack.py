@@ -71,10 +71,15 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 Weight = Int8Weight | Bf16Weight | Int4Weight
 
 
+def fp4_values(codes: Tensor) -> Tensor:
+    """The numbers, float32, of codes of 4 bits (float), uint8 of any shape, without their scales."""
+    table = torch.tensor([*FP4, *(-number for number in FP4)], device=codes.device)
+    return table[codes.long()]
+
+
 def fp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
     """The numbers, float32, of codes and exponents (MXFP4), uint8 and of shapes that broadcast."""
-    table = torch.tensor([*FP4, *(-number for number in FP4)], device=codes.device)
-    numbers = torch.ldexp(table[codes.long()], exponents.int() - _E8M0_BIAS)
+    numbers = torch.ldexp(fp4_values(codes), exponents.int() - _E8M0_BIAS)
     return numbers.masked_fill(exponents == _E8M0_NAN, torch.nan)
 
 

@@ -141,6 +141,21 @@ class AttendAgain(Protocol):
 
 
 @runtime_checkable
+class HasCache(Protocol):
+    """An ``Attend`` whose cache can be used without attention. P positions of the cache."""
+
+    plan: Plan
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new k [B, G, L, D] and v [B, G, L, V] of the cache's layer."""
+        ...
+
+    def stored(self, layer: int) -> Tensor:
+        """Return the keys [B, G, P, D] of the pass's rows in the cache's layer."""
+        ...
+
+
+@runtime_checkable
 class HasStates(Protocol):
     """An ``Attend`` of a forward pass that may run recurrent layers, too."""
 
