@@ -11,6 +11,7 @@ from benchmarks.state_memory import resident
 
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
+from paceline.core.recurrent_state import StatefulCache
 from paceline.engine import request, scheduler, slot_allocator
 from paceline.models.base import AnyModel, FlatModel
 from recurrent_support import (
@@ -131,7 +132,9 @@ def test_conversations_beside_the_rows_keep_their_states_within_the_limit(kind: 
                 [*text, *o.outputs[0].token_ids, *text_of(5, turn)] for text, o in zip(texts, outputs, strict=True)
             ]
         assert cached == (9 if apart and engine is plenty else 0)
-        states = engine.parts.target.cache.states
+        cache = engine.parts.target.cache
+        assert isinstance(cache, StatefulCache)
+        states = cache.states
         assert sum(map(len, states._saved.values())) <= states.max_saved
         if engine is not plenty:
             held = int((states.base > 0).sum())

@@ -213,6 +213,24 @@ class EngineConfig:
             "need now, and give way to them. Only the CPU kernels on Linux keep more prefixes than rows.",
         ),
     ] = None
+    prefix_dir: Annotated[
+        str | None,
+        FileName("the name of a directory"),
+        Help(
+            "Directory for prefixes that give way in memory, and for all at the end; later runs read them back.",
+            more="Files have the tokens of prompts and answers, so the directory must be this user's, and is made for "
+            "this user alone. Only the same models in the same precision read a file. Prefixes of adapters, and those "
+            "of fewer than 64 tokens, stay in memory. A server ends so at SIGTERM, an ``LLM`` with ``close``.",
+        ),
+    ] = None
+    prefix_dir_size: Annotated[
+        int,
+        Whole(1, MAX_BYTES),
+        Help(
+            "Bytes of all files in the directory of prefixes. Those used longest ago are removed.",
+            more="An option of its own, because a directory's name may have any character.",
+        ),
+    ] = 16 * 2**30
     device: Annotated[
         str,
         Text(filled=True),
@@ -406,6 +424,8 @@ class EngineOptions(TypedDict, total=False):
     longest_pause: float | None
     prefix_cache: bool
     prefix_memory: int | None
+    prefix_dir: str | None
+    prefix_dir_size: int
     device: str
     tensor_parallel: int
     threads: int | None
@@ -443,6 +463,7 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
     "prefix_memory": (lambda config: config.prefix_cache, "the prefix cache: prefix_cache=True"),
+    "prefix_dir_size": (lambda config: config.prefix_dir is not None, "prefix_dir"),
 }
 """Conditions under which an option has an effect, and their descriptions for errors."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -151,6 +151,57 @@ class RecurrentStates:
         for table in (self.state, self.tail, self.inputs):
             table[:, slot] = 0
         self.base[slot] = self.count[slot] = 0
+
+    @property
+    def largest_bytes(self) -> int:
+        """Most bytes that a slot may hold."""
+        return (self.slots + 1) * self.shape.state_bytes + self.shape.slot_bytes()
+
+    def row(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Return a copy of what a slot holds of a text of ``length`` tokens.
+
+        positions: int64, ``base`` and ``count`` of the slot, then the tokens after which states are saved. state, tail,
+        inputs: the slot's, without the dimension of slots. saved_state, saved_tail: one after the other.
+        """
+        base, saved = int(self.base[slot]), self._saved.get(slot, OrderedDict())
+        count = length - base  # without the inputs of rejected draft tokens
+        assert 0 <= count <= int(self.count[slot])
+        found = {
+            "positions": torch.tensor([base, count, *saved]),
+            "state": self.state[:, slot].clone(),
+            "tail": self.tail[:, slot].clone(),
+            "inputs": self.inputs[:, slot, :count].clone(),
+        }
+        if saved:
+            found |= {"saved_state": torch.stack([state for state, _ in saved.values()])}
+            found |= {"saved_tail": torch.stack([tail for _, tail in saved.values()])}
+        return found
+
+    def is_row(self, tensors: Mapping[str, Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for a slot with a text of ``length`` tokens."""
+        positions = tensors.get("positions")
+        if positions is None or positions.dtype != torch.int64 or positions.dim() != 1 or len(positions) < 2:
+            return False
+        base, count, *saved = positions.tolist()
+        if not (0 <= count <= WINDOW and base >= 0 and base + count == length and all(0 < at < length for at in saved)):
+            return False
+        state, tail, inputs = (tuple(table[:, 0].shape) for table in (self.state, self.tail, self.inputs))
+        wanted = {"state": state, "tail": tail, "inputs": (inputs[0], count, inputs[2])}
+        if saved:
+            wanted |= {"saved_state": (len(saved), *state), "saved_tail": (len(saved), *tail)}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+        return {name: found.get(name) for name in wanted} == wanted
+
+    def set_row(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Let a slot hold what ``row`` returned."""
+        base, count, *saved = tensors["positions"].tolist()
+        self._saved.pop(slot, None)
+        self.base[slot], self.count[slot] = base, count
+        self.state[:, slot], self.tail[:, slot] = tensors["state"], tensors["tail"]
+        self.inputs[:, slot, :count] = tensors["inputs"]
+        if saved:
+            states = zip(tensors["saved_state"].clone(), tensors["saved_tail"].clone(), strict=True)
+            self._saved[slot] = OrderedDict(zip(saved, states, strict=True))
 
     def free(self, slot: int) -> None:
         """Drop all that a slot holds, with its memory where slots grow."""

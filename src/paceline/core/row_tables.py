@@ -153,6 +153,20 @@ class RowTables:
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
 
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Return a copy of the first ``length`` slots of a row in each table: [outer, inner, length, dim]."""
+        return [table[:, row, :, :length].clone(memory_format=torch.contiguous_format) for table in self.tables]
+
+    def is_row(self, tensors: Sequence[Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` slots of such tables."""
+        wanted = [(table.dtype, (table.shape[0], table.shape[2], length, table.shape[4])) for table in self.tables]
+        return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == wanted
+
+    def set_row(self, row: int, tensors: Sequence[Tensor], length: int) -> None:
+        """Write the first ``length`` slots of a row from what ``row`` returned, which may be longer."""
+        for table, tensor in zip(self.tables, tensors, strict=True):
+            table[:, row, :, :length] = tensor[:, :, :length]
+
     def erase_row(self, row: int) -> None:
         """Set a row to zeros, which keeps a failed text's NaN out of the next one."""
         for pages in self._pages:

@@ -10,7 +10,6 @@ from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.memory import GIB, FittedRows
-from paceline.engine.prefixes import FreeSlotPool
 from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
@@ -59,10 +58,10 @@ class EngineDescription:
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self, rounds: RoundLoop, pool: FreeSlotPool) -> str:
+    def describe(self, rounds: RoundLoop, prefixes: str) -> str:
         """Return one line that says what runs, and why not something else.
 
-        rounds: those that have run so far. pool: the cached prefixes.
+        rounds: those that have run so far. prefixes: what became of cached ones.
         """
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
@@ -79,7 +78,7 @@ class EngineDescription:
             f"{speculation}; "
             f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
             f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
-            f"{self._describe_prefixes(pool)}"
+            f"{self._describe_prefixes(prefixes)}"
         )
 
     def _describe_kernels(self) -> str:
@@ -117,13 +116,16 @@ class EngineDescription:
         capacity = f"they grow: {fits} of that length at once, " if fits < room.rows else ""
         return f" ({capacity}{room.limit / GIB:.2f} GiB{f'; chosen to fit: {note}' if note else ''})"
 
-    def _describe_prefixes(self, pool: FreeSlotPool) -> str:
-        """Say whether prefixes are reused, how many slots beside the rows keep some, and what became of them."""
+    def _describe_prefixes(self, prefixes: str) -> str:
+        """Say whether prefixes are reused, and how many slots beside the rows keep some.
+
+        prefixes: what became of them.
+        """
         if not self.config.prefix_cache:
             return ", no prefix reuse (prefix_cache=False)"
         beside = self.fitted.budget.slots - self.fitted.rows
         slots = f", up to {beside} kept beside the rows" if beside else ""
-        return f", prefixes reused{slots}{pool.describe()}"
+        return f", prefixes reused{slots}{prefixes}"
 
     def _describe_attention(self) -> str:
         target = self.models.target

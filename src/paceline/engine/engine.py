@@ -28,6 +28,7 @@ from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
+from paceline.engine.prefix_files import PrefixFiles
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -50,7 +51,7 @@ from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
 from paceline.models.base import FlatModel
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.files.fingerprint import is_from_files
+from paceline.models.files.fingerprint import is_from_files, model_hash
 
 __all__ = ["Engine", "Models", "Request"]
 
@@ -98,7 +99,8 @@ class Engine:
         self._profile = self._load_profile()
         self.use_policy(self._policy())
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
-        self.slots = SlotAllocator(self.batch, self.parts, self.room)
+        self._files = self._open_files()
+        self.slots = SlotAllocator(self.batch, self.parts, self.room, self._files)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._graph = self._make_graph()
         graphs = [] if self._graph is None else [self._graph, self._graph.masked()]
@@ -243,6 +245,36 @@ class Engine:
             return None
         return KeptCosts(self.identity(), self.config.rows, self.max_model_len)
 
+    def _open_files(self) -> PrefixFiles | None:
+        """Return the directory of prefixes; None without one. Raises ParameterError where it cannot be used."""
+        config, room = self.config, self.room
+        if config.prefix_dir is None:
+            return None
+        draft = self.models.draft if config.asks_draft_model else None
+        models = [model for model in (self.models.target, draft) if model is not None]
+        if not config.prefix_cache or not all(decoder.grows for decoder in self.parts.decoders) or not self._on_kernels:
+            allowed = "left out here: it needs prefix_cache, and the CPU kernels on Linux"
+            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
+        if not all(is_from_files(model) for model in models):
+            allowed = "left out with models that were not loaded from files, by which its files are told apart"
+            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
+        identity = self.identity()
+        drafts = model_hash(draft) if draft is not None and self.parts.drafter.decoders else "no draft model"
+        kind = f"{identity.target} {drafts} {identity.precision} {identity.attention}"
+        largest = 2 * room.bytes_for(room.positions) + self.parts.target.largest_states
+        return PrefixFiles(Path(config.prefix_dir), config.prefix_dir_size, kind, largest)
+
+    @ignore_torch_context
+    @torch.inference_mode()
+    def close(self) -> None:
+        """End all requests, and write all prefixes to ``prefix_dir``. The engine cannot be used afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        if self._files is not None:
+            self.slots.write_all()
+            self._files.close()
+        self.clear()
+
     @property
     def _description(self) -> EngineDescription:
         return EngineDescription(
@@ -268,7 +300,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.rounds, self.slots.free)
+        return self._description.describe(self.rounds, self.slots.describe())
 
     @ignore_torch_context
     @torch.inference_mode()

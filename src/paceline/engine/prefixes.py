@@ -59,13 +59,14 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -
 class CachedPrefix:
     """The tokens whose keys and values a free slot's target cache holds; a draft model's cache may hold fewer of them.
 
-    bytes: memory of the slot.
+    bytes: memory of the slot. has_adapter: whether it was computed with one.
     last_use: reading of the pool's clock when the slot was last useful.
     """
 
     tokens: array[int]
     scope: Scope
     bytes: int = 0
+    has_adapter: bool = False
     last_use: int = -1
 
     @property
@@ -89,10 +90,10 @@ class FreeSlotPool:
     prefixes: by slot. bytes: memory of all of them. counts: what became of prefixes.
     """
 
-    def __init__(self, slots: Iterable[int]) -> None:
+    def __init__(self, slots: Iterable[int], counts: PrefixCounts | None = None) -> None:
         self._clock = count()
         self.empty, self.prefixes, self.bytes = set(slots), dict[int, CachedPrefix](), 0
-        self.counts = PrefixCounts()
+        self.counts = PrefixCounts() if counts is None else counts
 
     def __len__(self) -> int:
         return len(self.empty) + len(self.prefixes)
@@ -186,12 +187,16 @@ class PrefixCounts:
     """What became of cached prefixes since the start.
 
     reused: prompts that began with one. tokens: of these prompts, that were not read again. dropped: prefixes that
-    later requests might have reused, and that gave way.
+    later requests might have reused, and that gave way in memory. written, read, refused: their files: those written,
+    those that prompts went on from, and those that were damaged.
     """
 
     reused: int = 0
     tokens: int = 0
     dropped: int = 0
+    written: int = 0
+    read: int = 0
+    refused: int = 0
 
 
 def may_share_prefix(text: Sequence[int], prompt: Sequence[int], least: int = LEAST) -> bool:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from paceline.core.batch import Batch, RowStart
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
+from paceline.engine.prefix_files import FileInReading, PrefixFiles
 from paceline.engine.prefixes import (
+    LEAST,
     WORTH_WAITING,
     CachedPrefix,
     FreeSlotPool,
@@ -38,6 +43,7 @@ class SlotAllocator:
     room: memory of the caches. If it is short, a sequence starts only if its largest size fits beside the largest
         sizes of all others, so that each can finish. Prefixes give way, the least recently used first.
     used: the sequences that have a slot, in the order in which they began.
+    files: where prefixes are kept that give way; None: nowhere.
     readings: by slot, what is collected from the hidden states of its text during prefill. Only the last finished
         text's is kept, because it may be far larger than the text.
     """
@@ -45,12 +51,13 @@ class SlotAllocator:
     batch: Batch
     parts: Speculation
     room: KVCacheBudget = UNLIMITED
+    files: PrefixFiles | None = None
     used: dict[int, Sequence] = field(default_factory=dict)
     readings: dict[int, PromptReading] = field(default_factory=dict)
     free: FreeSlotPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.free = FreeSlotPool(range(self.batch.capacity))
+        self.free = FreeSlotPool(range(self.batch.capacity), None if self.files is None else self.files.counts)
         self.size_free_slots()
 
     def num_free_for(self, sequence: Sequence) -> int:
@@ -102,6 +109,53 @@ class SlotAllocator:
             self._copy(source, sequence, tokens)
         self._wait_for_common_prefix(sequence)
 
+    def read_back(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a file with more of its prompt than slots hold, if there is one."""
+        if self.files is None or sequence.reading is not None:
+            return
+        file, length = self.files.find(sequence.prompt, sequence.scope)
+        known = max(sequence.num_computed[0], sequence.prefix_stop)
+        if file is not None and length - known >= sequence.scope.worth_waiting:
+            sequence.prefix_reader, sequence.prefix_stop = None, 0
+            sequence.prefix_file = self.files.begin_read(file, length)
+
+    def _restore(self, sequence: Sequence, found: FileInReading) -> None:
+        """Fill a sequence's slot from a file, unless that was damaged."""
+        tensors, counts, decoders = found.tensors.result(), self.free.counts, self.parts.decoders
+        sequence.prefix_file = None
+        if tensors is None:
+            return
+        parts = [_part(tensors, index) for index in range(len(decoders))]
+        computed = [len(found.file.tokens), *map(_computed, parts[1:])]
+        if not all(
+            each.is_row(part, tokens, computed[0]) for each, part, tokens in zip(decoders, parts, computed, strict=True)
+        ):
+            assert self.files is not None
+            self.files.refuse(found.file, "its tensors have other shapes")
+            return
+        for decoder, part, tokens in zip(decoders, parts, computed, strict=True):
+            decoder.restore_row(sequence.slot, part, min(tokens, found.length), found.length)
+        sequence.output.metrics.cached_tokens += found.length - sequence.num_computed[0]
+        counts.read, counts.tokens = counts.read + 1, counts.tokens + found.length - sequence.num_computed[0]
+        sequence.num_computed = self._cached(sequence.slot, found.length)
+
+    def wait_for_file(self, seconds: float) -> None:
+        """Wait until a file is read that a sequence waits for, but no longer than ``seconds``."""
+        files = [each.prefix_file.tensors for each in self.used.values() if each.prefix_file is not None]
+        wait(files, seconds, FIRST_COMPLETED)
+
+    def write_all(self) -> None:
+        """Write all prefixes that later requests may reuse, the most recently used first."""
+        for age, slot in enumerate(reversed(self.free.by_use)):
+            prefix = self.free.prefixes[slot]
+            if self.files is not None and self._is_worth_a_file(prefix):
+                self.files.write(prefix.tokens, prefix.scope, self._tensors(slot, prefix), age)
+
+    def describe(self) -> str:
+        """Say what prefixes are kept, and what became of others; empty before there are any."""
+        files = "" if self.files is None else f", {self.files.describe()}"
+        return self.free.describe() + files
+
     def end_waits(self) -> None:
         """End the waits whose prefix has been read, or whose reader has left, until none is left to end.
 
@@ -109,6 +163,9 @@ class SlotAllocator:
         """
         while ready := [sequence for sequence in self.used.values() if sequence.wait_is_over]:
             for sequence in ready:
+                if (found := sequence.prefix_file) is not None:
+                    self._restore(sequence, found)
+                    continue
                 sequence.prefix_reader, sequence.prefix_stop = None, 0
                 self.reuse_prefix(sequence)
 
@@ -122,6 +179,7 @@ class SlotAllocator:
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence; it keeps its prefix, unless that may have NaN."""
         prefix, slot = CachedPrefix(array("i", self.text(sequence)), sequence.scope), sequence.slot
+        prefix.has_adapter, sequence.prefix_file = sequence.params.adapter is not None, None
         if isinstance(sequence.output.error, NotFiniteError):
             prefix.tokens = array("i")
             for decoder in self.parts.decoders:
@@ -230,9 +288,24 @@ class SlotAllocator:
         prefix, counts = self.free.prefixes.get(slot), self.free.counts
         if reused:
             counts.reused, counts.tokens = counts.reused + 1, counts.tokens + reused
-        elif prefix is not None and prefix.is_kept:
+        if prefix is not None and prefix.loss(reused) >= LEAST:
             counts.dropped += 1
+            if self.files is not None and self._is_worth_a_file(prefix):
+                self.files.begin_write(prefix.tokens, prefix.scope, lambda: self._tensors(slot, prefix))
         self.free.drop(slot)
+
+    def _tensors(self, slot: int, prefix: CachedPrefix) -> dict[str, Tensor]:
+        """Return a copy of what all caches hold of a prefix."""
+        computed = self._cached(slot, len(prefix.tokens))
+        rows = [
+            decoder.row(slot, tokens, computed[0])
+            for decoder, tokens in zip(self.parts.decoders, computed, strict=True)
+        ]
+        return {f"{index}.{name}": tensor for index, row in enumerate(rows) for name, tensor in row.items()}
+
+    def _is_worth_a_file(self, prefix: CachedPrefix) -> bool:
+        """Whether a prefix is long enough. Adapters are not in the fingerprint of files."""
+        return prefix.is_kept and not prefix.has_adapter and len(prefix.tokens) >= WORTH_WAITING
 
     def _limit_states(self) -> None:
         """Let one recurrent state be saved for each row and each slot with a text, and one more."""
@@ -326,3 +399,15 @@ class SlotAllocator:
         for decoder in self.parts.decoders:
             assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
         assert self._spare_bytes >= 0, "reservations exceed the memory limit"
+
+
+def _part(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Return the tensors of one decoder from those of a file."""
+    front = f"{index}."
+    return {name.removeprefix(front): tensor for name, tensor in tensors.items() if name.startswith(front)}
+
+
+def _computed(part: Mapping[str, Tensor]) -> int:
+    """Return for how many tokens a decoder's part has keys, whatever else is wrong with it."""
+    table = part.get("table0")
+    return 0 if table is None or table.dim() != 4 else table.shape[2]

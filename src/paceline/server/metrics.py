@@ -141,7 +141,9 @@ class Meter:
         self._asked_of_cache = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._found_in_cache = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._prefix_events = counter(
-            "cached_prefix_events", "Cached prefixes that prompts began with, or that were dropped, by event.", "event"
+            "cached_prefix_events",
+            "Cached prefixes by event: reused, dropped; their files: written, read, refused.",
+            "event",
         )
         self._prefix_tokens = counter("cached_prefix_tokens_reused", "Prompt tokens taken from cached prefixes.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -228,7 +230,7 @@ class Meter:
         self._prefixes_gauge.set(len(pool.prefixes))
         if (now := pool.counts) == (before := self._prefix_counts):
             return
-        for event in ("reused", "dropped"):
+        for event in ("reused", "dropped", "written", "read", "refused"):
             self._prefix_events.labels(event).inc(getattr(now, event) - getattr(before, event))
         self._prefix_tokens.inc(now.tokens - before.tokens)
         self._prefix_counts = replace(now)

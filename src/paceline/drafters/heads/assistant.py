@@ -20,7 +20,6 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
@@ -103,12 +102,8 @@ class Assistant(HeadModel):
 class _TargetStates(FusedStates):
     """The target's last hidden states at every position of every slot, as they are."""
 
-    @property
-    def table(self) -> RowTables:
-        return self._table
-
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, self._table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
+        self.fused[rows, self.table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
 
 
 class AssistantDecoder(HeadDecoder):
