@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kChunk = 256;          // tokens per pass: bounds the buffers; each pass reads the weights once
 constexpr int kRedundant = 16384;    // up to this number of values every thread prepares all rows itself: cheaper than a barrier
+constexpr int kItemsAThread = 4, kRowsOfPart = 32;  // of a product with many rows: see row_parts
 constexpr int kQueriesPerUnit = 48;  // attention: enough to share a key tile, few enough to divide the work
 
 // Tokens of one row that attend in one call.
@@ -133,6 +134,10 @@ int chunk_end(const Tokens& tokens, int start) {
   while (end < tokens.count && end > start && tokens.rows[end] == tokens.rows[end - 1]) --end;
   return end > start ? end : limit;
 }
+
+// Parts into which the rows of a product are cut where it has too few panels for the threads, so that many cores share the
+// arithmetic of a long prompt. Its weights then come from memory once, and from the cache to the other parts.
+int row_parts(int panels, int rows, int threads) { return std::clamp(kItemsAThread * threads / panels, 1, std::max(1, rows / kRowsOfPart)); }
 
 // Whether layers behind the last one that writes keys, values or states are tapped.
 bool reads_beyond(const Model& model, const PassOutputs& out) {
@@ -758,10 +763,21 @@ class Pass {
 
   void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread,
                 const Changes& changes = {}, const float* shape = nullptr) const {
-    const LinearCall call = {&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes.of_rows, shape};
-    pool_.share_out(panels(linear.outputs), thread, [&](Range chunk) {
+    const int count = panels(linear.outputs), parts = changes.by_adapter ? 1 : row_parts(count, tokens_.count, pool_.threads());
+    const auto compute = [&](Range of_panels, Range rows) {
+      const size_t first = static_cast<size_t>(rows.first);
+      k_.linear(LinearCall{&linear, input.from_row(rows.first), rows.last - rows.first, epilogue, out + stride * first, stride, 0.0f, changes.of_rows, shape},
+                of_panels.first, of_panels.last);
+    };
+    pool_.share_out(count * parts, thread, [&](Range chunk) {
       if (changes.by_adapter) compute_changes(changes.by_adapter, chunk);
-      k_.linear(call, chunk.first, chunk.last);
+      for (int item = chunk.first; item < chunk.last;) {
+        const int panel = item / parts, part = item % parts, whole = part ? 0 : (chunk.last - item) / parts;
+        const int last = std::min(parts, part + chunk.last - item);
+        if (whole) compute({panel, panel + whole}, {0, tokens_.count});
+        else compute({panel, panel + 1}, {Share(tokens_.count, part, parts).first, Share(tokens_.count, last, parts).first});
+        item += whole ? whole * parts : last - part;
+      }
     });
     pool_.meet();
   }
