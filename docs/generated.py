@@ -230,7 +230,7 @@ def _on_gpus(spec: DecoderSpec) -> str:
     if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
         return "bf16; no graphs"
     has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)
-    return f"bf16, int8, fp8; {'graphs' if has_kernels else 'no graphs'}"
+    return f"bf16, int8, int4, fp8; {'graphs' if has_kernels else 'no graphs'}"
 
 
 def write_families(page: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
-from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.kernels.spec import LinearWeights, ReadWeight, RecurrentMixer
 from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
@@ -41,8 +41,15 @@ from paceline.models.torch.rotary import Rotation, rotate
 class WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
-        self._spec, self._weights, self._linear = spec, weights, linear
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        linear: LinearFactory,
+        readers: Mapping[str, ReadWeight] | None = None,
+    ) -> None:
+        """readers: read matrices in a format, by the names of weights, which then only give the shapes."""
+        self._spec, self._weights, self._linear, self._readers = spec, weights, linear, readers or {}
         self.kept: list[Tensor] = []
 
     def find(self, name: str) -> Tensor | None:
@@ -51,20 +58,20 @@ class WeightSource:
             self.kept.append(tensor)
         return tensor
 
-    def linear(self, name: str) -> Linear:
-        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+    def linear(self, name: str, by: LinearFactory | None = None) -> Linear:
+        """Return a linear layer. by: its factory; None: that of all layers."""
+        return (self._linear if by is None else by)(self._stored(name))
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
-        return self._linear(ordered.weight, ordered.bias)
+        return self._linear(in_order(self._stored(f"{layer}.qkv"), spec))
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
         ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
         if f"{layer}.q_b.weight" in self._weights:
             ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
-        first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
+        first, *query_up = map(self._linear, ordered)
         both, norm = self.find(f"{layer}.kv_b.weight"), self.find(f"{layer}.kv_a_norm.weight")
         assert both is not None
         assert norm is not None
@@ -73,7 +80,8 @@ class WeightSource:
         return LatentAttention(spec, place, rotary, linears, matrices)
 
     def _stored(self, name: str) -> LinearWeights:
-        return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        weight = f"{name}.weight"
+        return LinearWeights(self._weights[weight], self._weights.get(f"{name}.bias"), self._readers.get(weight))
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
