@@ -12,6 +12,10 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from browser_support import LAPTOP, PHONE, opened
 from chat_support import ADD, PING
+from paceline.config import SamplingParams
+from paceline.llm import LLM
+from paceline.tools.bench.trace import TracedRound
+from paceline.tools.bench.trace import page as trace_page
 from server_support import Live
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -445,4 +449,12 @@ def test_axe_finds_nothing_on_any_page(browser: Browser, live: Live) -> None:
         page.get_by_role("link", name="API").click()
         cut = "sections => sections.slice(4).forEach(section => section.remove())"
         page.locator("section").evaluate_all(cut)  # all are made alike, and all take axe seconds
+        check(page)
+
+
+def test_axe_finds_nothing_on_the_page_of_a_trace(browser: Browser, offline: LLM) -> None:
+    (answer,) = offline.generate("abcabc", SamplingParams(max_tokens=8), use_tqdm=False)[0].outputs
+    rounds = [TracedRound([1, 2, 3], [-1, 0, 0], [0, 2], [1, 3, 4], ["ngram"] * 3)]
+    with browser.new_page() as page:
+        page.set_content(trace_page("tiny", answer, rounds, str))
         check(page)
