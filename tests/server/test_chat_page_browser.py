@@ -162,7 +162,7 @@ def test_a_conversation_goes_on_and_is_kept(page: Page, live: Live) -> None:
 
 
 def test_versions_of_messages_and_answers_stand_beside_each_other(page: Page) -> None:
-    bodies = write_answers(page, "one", "two", "three", "four")
+    bodies = write_answers(page, "one", "two", "three", "four", "five")
     say(page, "A")
     ended(page, 1)
     page.get_by_role("button", name="Regenerate").click()
@@ -180,7 +180,12 @@ def test_versions_of_messages_and_answers_stand_beside_each_other(page: Page) ->
     page.get_by_role("button", name="Version before").press("Enter")
     assert said(page) == ["A", "two", "B", "three"]
     expect(page.get_by_role("button", name="Version before").first).to_be_focused()
+    page.get_by_role("button", name="Send results").first.click()
+    expect(page.locator(".said").last).to_have_text("five")
+    assert said(page) == ["A", "two", "five"], "beside the message that followed the answer"
     page.get_by_role("button", name="Version before").last.click()
+    assert said(page) == ["A", "two", "B", "three"]
+    page.get_by_role("button", name="Version before").nth(1).click()
     assert said(page) == ["A", "one"]
     page.reload()
     expect(page.locator(".turn")).to_have_count(2)
