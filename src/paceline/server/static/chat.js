@@ -332,6 +332,7 @@ byId("composer").addEventListener("submit", (event) => {
   send();
 });
 byId("message").addEventListener("keydown", onMessageKey);
+if (TOUCH.matches) byId("message").placeholder = "Message";
 byId("stop").addEventListener("click", () => runs.get(conversation.id)?.controller.abort());
 byId("cancel").addEventListener("click", cancelEditing);
 byId("attach").addEventListener("click", () => byId("file").click());
