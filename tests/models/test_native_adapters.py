@@ -21,6 +21,7 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Nodes
+from paceline.core.row_tables import GROWS
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
@@ -202,7 +203,7 @@ def test_speculation_changes_no_token(drafter: str, quantization: Quantization, 
     options |= {"adapters": adapters_of(tmp_path, theirs), "use_tqdm": False, "dtype": "bfloat16"}
     plain = LLM(theirs, drafter=None, num_speculative_tokens=0, **options)
     draft = None if drafter == "ngram" else theirs  # drafts for the model itself
-    llm = LLM(theirs, drafter=drafter, draft_model=draft, num_speculative_tokens=3, **options)
+    llm = LLM(theirs, drafter=drafter, draft_model=draft, num_speculative_tokens=3, **{**options, "max_batch_size": 2})
     assert isinstance(llm.engine.parts.target.model, NativeModel)
     for fields in ({"temperature": 0.0}, {"temperature": 0.7}):
         alone = [answers(plain, [index], **fields)[0][0] for index in range(4)]
@@ -210,6 +211,7 @@ def test_speculation_changes_no_token(drafter: str, quantization: Quantization, 
         assert [tokens for tokens, _ in found] == alone
         assert [tokens for tokens, _ in answers(plain, range(4), **fields)] == alone
         assert sum(accepted for _, accepted in found) > 0
+    assert llm.engine.slots.free.counts.reused == len(PROMPTS) or not GROWS
     without = LLM(theirs, drafter=None, num_speculative_tokens=0, **{**options, "adapters": None})
     bare = without.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
     same = [

@@ -220,7 +220,7 @@ class SlotAllocator:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
-        reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
+        reusable = {slot: least for slot, tokens in common.items() if (least := cut(slot, tokens)) > 0}
         self._stop_where_others_part(sequence, max(common.values(), default=0), max(reusable.values(), default=0))
         in_use = best_source(self._texts_in_use(sequence), prompt, scope, cut)[1]
         needed = self.room.bytes_for(sequence.reserved_tokens)
@@ -262,11 +262,11 @@ class SlotAllocator:
         The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
         source = max(reusable, key=reusable.__getitem__, default=slot)
-        victims = (other for other in self.free.by_use if other not in (slot, source))
         short = needed - self._spare_bytes - self._bytes_of(slot)
-        while short > 0 and (victim := next(victims, None)) is not None:
-            short -= self._bytes_of(victim)
-            self._empty(victim)
+        for victim in self.free.by_use if short > 0 else ():
+            if short > 0 and victim not in (slot, source):
+                short -= self._bytes_of(victim)
+                self._empty(victim)
         if short > 0 and source != slot:
             slot, source = (source, slot) if reusable[source] > reusable.get(slot, 0) else (slot, source)
             self._empty(source)
