@@ -15,10 +15,8 @@ from paceline.config import EngineConfig
 from paceline.engine.memory import GIB, FittedRows, fit_memory
 from paceline.errors import CapacityError
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weights import shapes
 from paceline.models.families import describe
-from paceline.models.torch.linear import Dense, LinearFactory
-from paceline.models.torch.transformer import Transformer
+from paceline.models.load.planned import PlannedTransformer
 
 CARDS = (16, 24, 80)  # GiB
 TAKEN = 3 * GIB // 4  # bytes of a card for the driver, torch's libraries and a screen
@@ -67,31 +65,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
 """The sizes in each model's config.json."""
 
 
-class Planned(Transformer):
-    """A model on device "meta": sizes without numbers."""
-
-    def __init__(self, fields: Mapping[str, Any], linear: LinearFactory = Dense) -> None:
-        config = AutoConfig.for_model(**fields)
-        spec = describe(config)
-        assert isinstance(spec, DecoderSpec)
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in shapes(spec).items()}
-        super().__init__(spec, weights, str(fields["model_type"]), linear=linear)
-
-    def weight_bytes(self) -> int:
-        tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def planned(name: str, to: str) -> Planned:
+def planned(name: str, to: str) -> PlannedTransformer:
     """Return a model by its name, in a format of ``FORMATS``."""
+    fields = MODELS[name]
+    spec = describe(AutoConfig.for_model(**fields))
+    assert isinstance(spec, DecoderSpec)
+    sizes = spec, str(fields["model_type"]), torch.bfloat16, torch.device("cuda")
     if to == "bf16":
-        return Planned(MODELS[name])
+        return PlannedTransformer(*sizes)
     from paceline.kernels.gpu.linear import Linears
 
-    return Planned(MODELS[name], Linears("int8"))
+    return PlannedTransformer(*sizes, Linears("int8"))
 
 
-def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
+def fitted(model: PlannedTransformer, card: int, **options: Any) -> FittedRows | None:
     """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit.
 
     By default it drafts by n-gram lookup, as an engine without a draft model does.
