@@ -909,6 +909,7 @@ class Pass {
     a.sinks = layer.sinks;
     a.norm_after = layer.norm_after != 0;
     a.cap = layer.cap;
+    a.balance = cache_.element == kCacheInt8 ? layer.balance : nullptr;
     return a;
   }
 

@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "ab5be6650a1f7da9";
+constexpr const char* kInterface = "34dd4d18299612b9";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -30,16 +30,16 @@ constexpr int32_t kLayout[] = {
   offsetof(Latent, rank), offsetof(Latent, rotary_dim), offsetof(Latent, value_dim), sizeof(BlockConv),
   offsetof(BlockConv, base), offsetof(BlockConv, group), offsetof(BlockConv, project), offsetof(BlockConv, taps),
   sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer), offsetof(Layer, activation),
-  offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, cap), offsetof(Layer, changes),
-  offsetof(Layer, convs), offsetof(Layer, cosine), offsetof(Layer, dim), offsetof(Layer, down),
-  offsetof(Layer, experts), offsetof(Layer, gate_up), offsetof(Layer, gated), offsetof(Layer, heads),
-  offsetof(Layer, input), offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads),
-  offsetof(Layer, latent), offsetof(Layer, looks_ahead), offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_after),
-  offsetof(Layer, norm_all), offsetof(Layer, parallel), offsetof(Layer, place), offsetof(Layer, plain),
-  offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv), offsetof(Layer, reads_only),
-  offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale), offsetof(Layer, scale_out),
-  offsetof(Layer, shape), offsetof(Layer, sine), offsetof(Layer, sinks), offsetof(Layer, table),
-  offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion), offsetof(Fusion, block),
+  offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, balance), offsetof(Layer, cap),
+  offsetof(Layer, changes), offsetof(Layer, convs), offsetof(Layer, cosine), offsetof(Layer, dim),
+  offsetof(Layer, down), offsetof(Layer, experts), offsetof(Layer, gate_up), offsetof(Layer, gated),
+  offsetof(Layer, heads), offsetof(Layer, input), offsetof(Layer, input_norm), offsetof(Layer, k_norm),
+  offsetof(Layer, kv_heads), offsetof(Layer, latent), offsetof(Layer, looks_ahead), offsetof(Layer, mlp_out_norm),
+  offsetof(Layer, norm_after), offsetof(Layer, norm_all), offsetof(Layer, parallel), offsetof(Layer, place),
+  offsetof(Layer, plain), offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv),
+  offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale),
+  offsetof(Layer, scale_out), offsetof(Layer, shape), offsetof(Layer, sine), offsetof(Layer, sinks),
+  offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion), offsetof(Fusion, block),
   offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm), offsetof(Fusion, joint_norm),
   offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
   offsetof(Fusion, normed_state), offsetof(Fusion, tap_count), offsetof(Fusion, tap_norms),
@@ -62,9 +62,9 @@ constexpr int32_t kLayout[] = {
   offsetof(Cache, capacity), offsetof(Cache, count), offsetof(Cache, element), offsetof(Cache, inputs),
   offsetof(Cache, rows), offsetof(Cache, state), offsetof(Cache, table_count), offsetof(Cache, tables),
   offsetof(Cache, tail), offsetof(Cache, window), sizeof(Path), offsetof(Path, from), offsetof(Path, last),
-  offsetof(Path, slots), sizeof(Attention), offsetof(Attention, blocks), offsetof(Attention, cap),
-  offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, element), offsetof(Attention, ends),
-  offsetof(Attention, epsilon), offsetof(Attention, gates), offsetof(Attention, head_stride),
+  offsetof(Path, slots), sizeof(Attention), offsetof(Attention, balance), offsetof(Attention, blocks),
+  offsetof(Attention, cap), offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, element),
+  offsetof(Attention, ends), offsetof(Attention, epsilon), offsetof(Attention, gates), offsetof(Attention, head_stride),
   offsetof(Attention, heads), offsetof(Attention, k_norm), offsetof(Attention, keys), offsetof(Attention, kv_heads),
   offsetof(Attention, norm_after), offsetof(Attention, norm_all), offsetof(Attention, out),
   offsetof(Attention, out_stride), offsetof(Attention, page_stride), offsetof(Attention, pages),

@@ -15,13 +15,11 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig
 from paceline.engine.memory import GIB, FittedRows, fit_memory
 from paceline.errors import CapacityError
-from paceline.kernels.gpu.four_bit import FourBitWeight, Grid, empty
-from paceline.kernels.spec import LinearWeights
+from paceline.kernels.gpu.four_bit import Grid
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weights import shapes
 from paceline.models.families import describe
-from paceline.models.torch.linear import WeightedLinear, dense
-from paceline.models.torch.transformer import Transformer
+from paceline.models.load.planned import PlannedTransformer, four_bit_layer
+from paceline.models.torch.linear import LinearFactory, dense
 
 CARDS = (16, 24, 80)  # GiB
 TAKEN = 3 * GIB // 4  # bytes of a card for the driver, torch's libraries and a screen
@@ -113,46 +111,28 @@ MODELS: Mapping[str, dict[str, Any]] = {
 """The sizes in each model's config.json."""
 
 
-class Planned(Transformer):
-    """A model on device "meta": sizes without numbers. to: of ``FORMATS``."""
-
-    def __init__(self, fields: Mapping[str, Any], to: str) -> None:
-        config = AutoConfig.for_model(**fields)
-        spec = describe(config)
-        assert isinstance(spec, DecoderSpec)
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in shapes(spec).items()}
-        from paceline.kernels.gpu.linear import Linears
-
-        self._to = to
-        head = None if to == "bf16" else Linears("int8")
-        super().__init__(spec, weights, str(fields["model_type"]), linear=self._linear, head=head)
-
-    def _linear(self, weights: LinearWeights) -> WeightedLinear:
-        from paceline.kernels.gpu.linear import Linears, SmallRowLinear
-
-        if self._to == "bf16":
-            return dense(weights)
-        if self._to == "int8":
-            return Linears("int8")(weights)
-        return SmallRowLinear(_four_bits(tuple(weights.weight.shape), self._to), weights.bias, Linears("int4"))
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of all weights; tensors on device "meta" have no addresses to tell them apart by."""
-        tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def _four_bits(shape: tuple[int, ...], to: str) -> FourBitWeight:
-    bits = FOUR_BITS[to]
-    return empty(shape, bits.grid, bits.group, shifted=bits.shifted, device=torch.device("meta"))
-
-
-def planned(name: str, to: str) -> Planned:
+def planned(name: str, to: str) -> PlannedTransformer:
     """Return a model by its name, in a format of ``FORMATS``."""
-    return Planned(MODELS[name], to)
+    fields = MODELS[name]
+    spec = describe(AutoConfig.for_model(**fields))
+    assert isinstance(spec, DecoderSpec)
+    sizes = spec, str(fields["model_type"]), torch.bfloat16, torch.device("cuda")
+    return PlannedTransformer(*sizes, *_factories(to))
 
 
-def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
+def _factories(to: str) -> tuple[LinearFactory, LinearFactory | None]:
+    """Return what makes the layers of a model in a format, and its head."""
+    if to == "bf16":
+        return dense, None
+    from paceline.kernels.gpu.linear import Linears
+
+    if to == "int8":
+        return Linears("int8"), None
+    bits = FOUR_BITS[to]
+    return four_bit_layer(bits.grid, bits.group, shifted=bits.shifted), Linears("int8")
+
+
+def fitted(model: PlannedTransformer, card: int, **options: Any) -> FittedRows | None:
     """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit.
 
     By default it drafts by n-gram lookup, as an engine without a draft model does.

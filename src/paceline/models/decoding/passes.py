@@ -18,6 +18,7 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, depths_of, first_of
 from paceline.core.draft_tensors import DraftTensors, real_places
+from paceline.core.eight_bits import LARGEST
 from paceline.core.nodes import Nodes, Tree
 from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
@@ -134,7 +135,8 @@ class PaddedPasses(Passes):
     ) -> None:
         super().__init__(model, cache, vocab_size)
         self._model, self._backend, self._adapters = model, backend, adapters
-        self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
+        on_triton = backend.name == "ragged" and model.device.type == "cuda"
+        self.packs = on_triton and cache.keys.dtype not in LARGEST  # Triton also writes caches of 16 bits
 
     def forward(
         self,

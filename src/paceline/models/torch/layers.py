@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.core.eight_bits import key_balance
 from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
 from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
@@ -66,6 +67,19 @@ class WeightSource:
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
         return self._linear(in_order(self._stored(f"{layer}.qkv"), spec))
+
+    def key_balance(self, spec: AttentionSpec, layer: str) -> Tensor | None:
+        """Return the layer's ``AttentionTerms.balance``; None where keys have no bias, or a norm behind it."""
+        bias = self._weights.get(f"{layer}.qkv.bias")
+        shared = any(each.reads_layer is not None for each in self._spec.attentions)
+        if bias is None or spec.qk_norm is not None or shared:
+            return None
+        ordered = in_order(LinearWeights(bias[:, None]), spec).weight[:, 0]
+        heads = ordered[: (spec.heads + spec.kv_heads) * spec.head_dim].view(-1, spec.head_dim)
+        rotated = 0 if spec.rotary is None else 2 * len(spec.rotary.inverse_frequencies)
+        balance = key_balance(heads[spec.heads :], rotated)
+        self.kept.append(balance)
+        return balance
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
@@ -152,7 +166,8 @@ class _Attention:
         self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
-        self.terms = AttentionTerms(spec.scale, spec.window, spec.cap, parts.find(f"{layer}.sinks.weight"))
+        sinks, balance = parts.find(f"{layer}.sinks.weight"), parts.key_balance(spec, layer)
+        self.terms = AttentionTerms(spec.scale, spec.window, spec.cap, sinks, balance)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
