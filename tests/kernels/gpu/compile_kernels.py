@@ -382,7 +382,21 @@ def experts() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent, experts]
+def low_rank() -> dict[str, Used]:
+    from paceline.kernels.gpu.low_rank import TOKEN_TILES, expand_kernel, shrink_kernel
+
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("x", "down", "out", "inner", "up", "y"), element)
+        types |= {"ranks": "*i32", "adapters": "*i32", "length": "i32"}
+        for tile in TOKEN_TILES:
+            shrink, expand = ({"MOST": 48, "BLOCK_M": tile, **block} for block in ({"BLOCK_K": 128}, {"BLOCK_N": 64}))
+            found[f"shrink {element} tokens={tile}"] = build(shrink_kernel, shrink, stages=3, **types)
+            found[f"expand {element} tokens={tile}"] = build(expand_kernel, expand, stages=3, **types)
+    return found
+
+
+FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent, experts, low_rank]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each

@@ -15,6 +15,7 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.experts import Mixture, run_experts
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
+from paceline.kernels.low_rank import LowRankChanges
 from paceline.kernels.recurrent import run_rows
 from paceline.kernels.spec import RecurrentMixer
 
@@ -78,6 +79,10 @@ class LayerSteps(Protocol):
         """Return the weighted sum of the outputs of each token's experts: x [N, W], scores [N, E] -> [N, W]."""
         ...
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        """Add each row's low-rank change to a layer's outputs y, in place; see ``LowRankChanges.add_to``."""
+        ...
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -92,8 +97,8 @@ class LayerSteps(Protocol):
         ...
 
     @property
-    def groups_experts(self) -> bool:
-        """Whether ``experts`` is a few launches, and the host waits for none."""
+    def groups_rows(self) -> bool:
+        """Whether ``experts`` and ``add_changes`` are a few launches, and the host waits for none."""
         ...
 
 
@@ -111,6 +116,9 @@ class TorchSteps:
         weights, chosen = mixture.route(scores, x.dtype)
         return run_experts(x, weights, chosen, mixture, lambda inner: between(self, inner, mixture))
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        changes.add_to(y, x, adapters)
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -122,7 +130,7 @@ class TorchSteps:
         return False
 
     @property
-    def groups_experts(self) -> bool:
+    def groups_rows(self) -> bool:
         return False
 
 
@@ -148,6 +156,11 @@ class TritonSteps:
 
         return GroupedProducts()
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        from paceline.kernels.gpu.low_rank import add_changes
+
+        add_changes(y, x, changes, adapters)
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -162,7 +175,7 @@ class TritonSteps:
         return isinstance(mixer, DeltaNet)
 
     @property
-    def groups_experts(self) -> bool:
+    def groups_rows(self) -> bool:
         return True
 
 

@@ -147,8 +147,10 @@ class Transformer:
         """
         if self.device.type != "cuda":
             return None
-        if self.has_experts and not self.steps.groups_experts:
+        if self.has_experts and not self.steps.groups_rows:
             return "the experts that a router chose are read on the host"
+        if self.adapters is not None and not self.steps.groups_rows:
+            return "adapters differ from row to row"
         has_kernels = all(map(self.steps.has_kernel, self._recurrent_mixers()))
         return None if has_kernels else "recurrent layers of this kind have no GPU kernels"
 
