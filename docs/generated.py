@@ -20,7 +20,6 @@ from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.description.shards import ModelShard
-from paceline.models.description.spec import DecoderSpec, DeltaNetSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
@@ -217,18 +216,13 @@ def _columns(alike: list[Family]) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    yield _on_gpus(spec)
+    yield "bf16, int8, fp8; graphs"
     try:
         ModelShard(0, 2).local(spec)
     except ParameterError:
         yield "no"
     else:
         yield "yes"
-
-
-def _on_gpus(spec: DecoderSpec) -> str:
-    has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)
-    return f"bf16, int8, fp8; {'graphs' if has_kernels else 'no graphs'}"
 
 
 def write_families(page: Path) -> None:

@@ -332,6 +332,16 @@ def recurrent() -> dict[str, Used]:
             found[f"keep {element} heads={keys}/{values}"] = build(keep_kernel, sizes, **types)
             line = {"VALUE_HEADS": values, "VALUE_DIM": 128, "CHANNELS": channels, "BLOCK_V": 128}
             found[f"finish delta {element} heads={keys}/{values}"] = build(finish_kernel, line, warps=1, **types)
+    from paceline.kernels.gpu.mamba2 import mamba2_kernel, short_conv_kernel
+
+    types = dict.fromkeys(("conv", "conv_bias", "skip"), "*bf16") | {"own": "*fp32", "mixed": "*fp32"}
+    types |= dict.fromkeys(("rate", "state", "tail", "inputs"), "*fp32")
+    for tree in (False, True):
+        heads = {"HEADS": 128, "HEAD_DIM": 64, "GROUPS": 1, "STATE_DIM": 128, "TAPS": 4, "KEPT": 32}
+        blocks = {"BLOCK_S": 128, "BLOCK_P": VALUES, "BIASED": True, "TREE": tree}
+        found[f"mamba2 heads=128x64 tree={tree}"] = build(mamba2_kernel, heads | blocks, fusion=False, **types)
+        sizes = {"CHANNELS": 2048, "TAPS": 3, "KEPT": 32, "BLOCK": COLUMNS, "TREE": tree}
+        found[f"short conv C=2048 tree={tree}"] = build(short_conv_kernel, sizes, fusion=False, **types)
     return found
 
 

@@ -16,7 +16,9 @@ from paceline.kernels.experts import Mixture, run_experts
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
 from paceline.kernels.low_rank import LowRankChanges
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.recurrent import run_rows
+from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import RecurrentMixer
 
 if TYPE_CHECKING:
@@ -92,13 +94,9 @@ class LayerSteps(Protocol):
         """
         ...
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        """Whether ``recurrent`` is a few launches, however many tokens there are."""
-        ...
-
     @property
     def groups_rows(self) -> bool:
-        """Whether ``experts`` and ``add_changes`` are a few launches, and the host waits for none."""
+        """Whether ``experts``, ``add_changes`` and ``recurrent`` are a few launches, and the host waits for none."""
         ...
 
 
@@ -125,9 +123,6 @@ class TorchSteps:
         inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
         mixed = run_rows(part, layer, mixer, inputs.view(len(part.slots), part.nodes, -1))
         return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
-
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        return False
 
     @property
     def groups_rows(self) -> bool:
@@ -164,15 +159,20 @@ class TritonSteps:
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
-        if not isinstance(mixer, DeltaNet):
-            return TorchSteps().recurrent(mixer, part, layer, projected, gates)
-        from paceline.kernels.gpu.recurrent import delta_net
+        if isinstance(mixer, DeltaNet):
+            from paceline.kernels.gpu.recurrent import delta_net
 
-        assert gates is not None, "a gated delta net has gates"
-        return delta_net(mixer, part, layer, projected, gates)
+            assert gates is not None, "a gated delta net has gates"
+            return delta_net(mixer, part, layer, projected, gates)
+        from paceline.kernels.gpu.mamba2 import mamba2, short_conv
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        return isinstance(mixer, DeltaNet)
+        inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
+        if isinstance(mixer, Mamba2):
+            mixed = mamba2(mixer, part, layer, inputs)
+        else:
+            assert isinstance(mixer, ShortConv), "there are three kinds"
+            mixed = short_conv(mixer, part, layer, inputs)
+        return mixer.finish(mixed, kept).to(projected.dtype)
 
     @property
     def groups_rows(self) -> bool:
