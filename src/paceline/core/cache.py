@@ -49,7 +49,7 @@ class KVCache(RowTables):
     places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
     keys, values: the tables of the first layer's shape.
-    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
+    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] on the device; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
     ParameterError if a size is below 1.
@@ -78,7 +78,7 @@ class KVCache(RowTables):
         super().__init__(tables, rows, positions, dtype, torch.device(device))
         self.of_shapes = self._keys_and_values()
         self.keys, self.values = self.of_shapes[0]
-        self.adapter_of = torch.zeros(rows, dtype=torch.int32)
+        self.adapter_of = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         tables, found = iter(self.tables), []

@@ -4,7 +4,7 @@
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
 does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
---only and the name of a family, its kernels, whose lines a table then gets anew.
+--families and names of them, their kernels, whose lines a table then gets anew.
 """
 
 from __future__ import annotations
@@ -362,6 +362,16 @@ def recurrent() -> dict[str, Used]:
             found[f"keep {element} heads={keys}/{values}"] = build(keep_kernel, sizes, **types)
             line = {"VALUE_HEADS": values, "VALUE_DIM": 128, "CHANNELS": channels, "BLOCK_V": 128}
             found[f"finish delta {element} heads={keys}/{values}"] = build(finish_kernel, line, warps=1, **types)
+    from paceline.kernels.gpu.mamba2 import mamba2_kernel, short_conv_kernel
+
+    types = dict.fromkeys(("conv", "conv_bias", "skip"), "*bf16") | {"own": "*fp32", "mixed": "*fp32"}
+    types |= dict.fromkeys(("rate", "state", "tail", "inputs"), "*fp32")
+    for tree in (False, True):
+        heads = {"HEADS": 128, "HEAD_DIM": 64, "GROUPS": 1, "STATE_DIM": 128, "TAPS": 4, "KEPT": 32}
+        blocks = {"BLOCK_S": 128, "BLOCK_P": VALUES, "BIASED": True, "TREE": tree}
+        found[f"mamba2 heads=128x64 tree={tree}"] = build(mamba2_kernel, heads | blocks, fusion=False, **types)
+        sizes = {"CHANNELS": 2048, "TAPS": 3, "KEPT": 32, "BLOCK": COLUMNS, "TREE": tree}
+        found[f"short conv C=2048 tree={tree}"] = build(short_conv_kernel, sizes, fusion=False, **types)
     return found
 
 
@@ -412,7 +422,34 @@ def experts() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent, four_bits, experts]
+def low_rank() -> dict[str, Used]:
+    from paceline.kernels.gpu.low_rank import TOKEN_TILES, expand_kernel, shrink_kernel
+
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("x", "down", "out", "inner", "up", "y"), element)
+        types |= {"ranks": "*i32", "adapters": "*i32", "length": "i32"}
+        for tile in TOKEN_TILES:
+            shrink, expand = ({"MOST": 48, "BLOCK_M": tile, **block} for block in ({"BLOCK_K": 128}, {"BLOCK_N": 64}))
+            found[f"shrink {element} tokens={tile}"] = build(shrink_kernel, shrink, stages=3, **types)
+            found[f"expand {element} tokens={tile}"] = build(expand_kernel, expand, stages=3, **types)
+    return found
+
+
+FAMILIES = [
+    attention,
+    drawing,
+    searching,
+    accepting,
+    shaping,
+    linears,
+    rotary,
+    between,
+    recurrent,
+    four_bits,
+    experts,
+    low_rank,
+]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each

@@ -91,6 +91,8 @@ class Passes(ABC):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """See ``Decoder.forward``."""
 
@@ -147,6 +149,7 @@ class PaddedPasses(Passes):
         counts: Tensor | None = None,
         tree: Tree | None = None,
         *,
+        adapted: bool = True,
         text: bool = False,
     ) -> Tensor:
         """See ``Decoder.forward``. text: whether no token can be rejected later."""
@@ -156,8 +159,7 @@ class PaddedPasses(Passes):
         states = self._over_states(plan, start, rows, counts, text=text)
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self._backend, plan, rows, states)
         if self._adapters is not None:
-            assert rows.numbers is not None, "captured programs know no adapters"
-            self._adapters.use(self.cache.adapter_of[list(rows.numbers)].tolist())
+            self._adapters.use(rows.of(self.cache.adapter_of) if adapted else None)
         found = self._model.hidden_states(self._known(tokens), plan.positions, attend, self._taps)
         if states is not None:
             states.finish()
@@ -240,6 +242,8 @@ class FlatPasses(Passes):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """See ``Decoder.forward``. Hidden states of padding are zero."""
         assert tree is None, "the nodes of a tree are listed"

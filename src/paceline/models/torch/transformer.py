@@ -146,14 +146,17 @@ class Transformer:
     def device_obstacle(self) -> str | None:
         """Return why the device cannot run whole rounds of this model; None if it can.
 
-        Recurrent layers without kernels run token by token, in more launches than a graph has.
+        Without Triton's kernels recurrent layers run token by token, in more launches than a graph has.
         """
         if self.device.type != "cuda":
             return None
-        if self.has_experts and not self.steps.groups_experts:
+        if self.has_experts and not self.steps.groups_rows:
             return "the experts that a router chose are read on the host"
-        has_kernels = all(map(self.steps.has_kernel, self._recurrent_mixers()))
-        return None if has_kernels else "recurrent layers of this kind have no GPU kernels"
+        if self.adapters is not None and not self.steps.groups_rows:
+            return "adapters differ from row to row"
+        if self._recurrent_mixers() and not self.steps.groups_rows:
+            return "recurrent layers run token by token"
+        return None
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
