@@ -153,6 +153,11 @@ class RecurrentStates:
         self.base[slot] = self.count[slot] = 0
 
     @property
+    def held(self) -> set[int]:
+        """The slots that hold a state. Synchronises with the device."""
+        return {*self.base.nonzero().flatten().tolist(), *self._saved}
+
+    @property
     def largest_bytes(self) -> int:
         """Most bytes that a slot may hold."""
         return (self.slots + 1) * self.shape.state_bytes + self.shape.slot_bytes()

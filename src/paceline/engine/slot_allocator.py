@@ -399,6 +399,7 @@ class SlotAllocator:
         for decoder in self.parts.decoders:
             assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
         assert self._spare_bytes >= 0, "reservations exceed the memory limit"
+        assert free.empty.isdisjoint(self.parts.target.slots_with_states), "empty slots hold recurrent states"
 
 
 def _part(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:

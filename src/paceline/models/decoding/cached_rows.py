@@ -103,6 +103,11 @@ class CachedRows:
             self._recurrent.max_saved = count
 
     @property
+    def slots_with_states(self) -> set[int]:
+        """The slots that hold a recurrent state; none without recurrent layers."""
+        return set() if self._recurrent is None else self._recurrent.held
+
+    @property
     def largest_states(self) -> int:
         """Most bytes of recurrent states that a slot may hold, saved ones included."""
         return 0 if self._recurrent is None else self._recurrent.largest_bytes
