@@ -1,6 +1,6 @@
 """How decode steps scale with cores: ``PYTHONPATH=src:. python -m benchmarks.cores predict``, ``measure`` or ``hog``.
 
-``predict`` computes a decode step's time on 1 to 64 cores, with the chunks in which panels are shared out, and says
+``predict`` computes a decode step's time on 1 to 64 cores, with the parts in which panels are shared out, and says
 what limits it. ``measure --json FILE`` times the same steps here on 1, 2, 4 ... threads, beside what the model predicts
 from this machine's own bandwidth and barriers: about two minutes with 16 cores. ``hog`` times steps while another
 program competes for a CPU.
@@ -34,7 +34,7 @@ from paceline.models.native.model import NativeModel
 
 EVERY = SHAPES | {"llama-8b": Shape(4096, 32, 32, 8, 128, 14336, 128256)}
 THREADS = (1, 2, 4, 8, 16, 32, 64)
-GROUP = 8  # threads that arrive at one line of a barrier (csrc/pool.cpp)
+GROUP = 8  # threads that arrive at one line of a barrier, and that help each other (csrc/pool.h)
 MEETINGS = 6  # of the threads, in a dense layer with few rows: four products, keys, attention
 
 
@@ -91,24 +91,28 @@ class Prediction:
         return ", ".join(f"{name} {ms / self.ms:.0%}" for ms, name in parts if ms >= 0.01 * self.ms)
 
 
-def chunk_sizes(items: int, threads: int) -> Iterator[int]:
-    """Sizes of the chunks in which threads take items, in order (csrc/range.h)."""
-    while items > 0:
-        size = -(-items // (2 * threads))
-        for _ in range(threads):
-            yield min(size, items)
-            items -= min(size, items)
-            if items == 0:
-                return
-
-
 def finish(items: int, speeds: Sequence[float]) -> float:
-    """Time at which threads of these speeds, in items a second, have computed all items in chunks."""
-    free = [(0.0, thread) for thread in range(len(speeds))]
-    for size in chunk_sizes(items, len(speeds)):
+    """Time at which threads of these speeds, in items a second, have computed all items (csrc/pool.h).
+
+    Each takes a quarter of what is left of its equal part, and half of what is left to another of its group.
+    """
+    count = len(speeds)
+    left = [(thread + 1) * items // count - thread * items // count for thread in range(count)]
+    free, end = [(0.0, thread) for thread in range(count)], 0.0
+    while free:
         now, thread = heapq.heappop(free)
-        heapq.heappush(free, (now + size / speeds[thread], thread))
-    return max(now for now, _ in free)
+        first = thread // GROUP * GROUP
+        group = range(first, min(first + GROUP, count))
+        if left[thread]:
+            source, size = thread, -(-left[thread] // 4)
+        else:
+            source = next((other for other in (*group[thread - first :], *group) if left[other]), thread)
+            size = -(-left[source] // 2)
+        end = max(end, now)
+        if size:
+            left[source] -= size
+            heapq.heappush(free, (now + size / speeds[thread], thread))
+    return end
 
 
 def finish_equal_shares(items: int, speeds: Sequence[float]) -> float:

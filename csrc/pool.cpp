@@ -7,7 +7,6 @@
 namespace paceline {
 namespace {
 
-constexpr int kGroup = 8;     // threads that arrive at one line
 constexpr int kSpins = 2000;  // about 20 to 80 us, by the CPU's pause: longer than most waits at a barrier without a preemption
 constexpr int kSpinsAYield = 64;
 // Waking a thread takes 50 to 90 us in a virtual machine, and Python takes up to 2 ms between a round's calls.
@@ -68,6 +67,7 @@ Pool::Pool(int threads, const std::vector<Node>& nodes)
       nodes_(nodes),
       teams_(std::clamp(static_cast<int>(nodes.size()), 1, threads)),
       team_(std::make_unique<Team[]>(static_cast<size_t>(teams_))),
+      worker_(std::make_unique<Worker[]>(static_cast<size_t>(threads))),
       barrier_(threads) {
   for (int t = 0; t < teams_; ++t) {
     const Share share(threads, t, teams_);
@@ -75,7 +75,6 @@ Pool::Pool(int threads, const std::vector<Node>& nodes)
     team.first = share.first;
     team.last = share.last;
     team.node = nodes_.empty() ? nullptr : &nodes_[static_cast<size_t>(t)];
-    team.taken.store(share.last - share.first);
   }
   try {
     for (int thread = 1; thread < threads; ++thread) {
@@ -102,8 +101,8 @@ void Pool::announce() {
   if (idle_.load() > 0) wake_all(jobs_);
 }
 
-Pool::Team& Pool::team_of(int thread) const {
-  Team* team = team_.get();
+const Pool::Team& Pool::team_of(int thread) const {
+  const Team* team = team_.get();
   while (thread >= team->last) ++team;
   return *team;
 }
@@ -123,9 +122,7 @@ void Pool::run(Job job, void* context) {
 }
 
 void Pool::meet() {
-  if (!barrier_.arrive(number)) return;
-  for (Team* team = team_.get(); team < team_.get() + teams_; ++team) team->taken.store(team->last - team->first, std::memory_order_relaxed);
-  barrier_.release();
+  if (barrier_.arrive(number)) barrier_.release();
 }
 
 void Pool::run_part(int thread) {

@@ -1,6 +1,7 @@
 // A persistent pool of threads for one forward pass at a time.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -13,6 +14,8 @@
 #include "system.h"
 
 namespace paceline {
+
+constexpr int kGroup = 8;  // threads that arrive at one line of a barrier, and that help each other
 
 // A barrier in two levels: threads arrive at the line of their group of eight, and the last one of each group at a common
 // line. On one line, the last of 64 threads would wait until it has moved between 63 cores (python -m benchmarks.cores).
@@ -34,6 +37,50 @@ class Barrier {
   const int groups_;
   const std::unique_ptr<Group[]> group_;
   alignas(64) std::atomic<int> arrived_{0};  // groups
+};
+
+// What is left of a thread's items: the thread takes them from the front, a quarter at a time, and others that have none left
+// take half from the back. A thread that is slow, or whose core is busy, so computes fewer of them; without one, each thread
+// reads the same weights in every pass, one after the other. phase: the number of times that items were shared out.
+class ItemsLeft {
+ public:
+  // Some of `items` items, for their thread; empty if none is left. Called once in every phase at least.
+  Range take(uint16_t phase, int items) {
+    if (!items) word_.store(Word{phase, 0, 0}.packed(), std::memory_order_relaxed);
+    return remove(phase, items, [](int left) { return (left + 3) / 4; }, true);
+  }
+  // The same for another thread.
+  Range steal(uint16_t phase, int items) {
+    return remove(phase, items, [](int left) { return (left + 1) / 2; }, false);
+  }
+
+ private:
+  // Of the items, those that were taken from the front and from the back; none if it is of an earlier phase.
+  struct Word {
+    uint16_t phase;
+    int front, back;
+
+    static Word of(uint64_t packed) {
+      return {static_cast<uint16_t>(packed >> 48), static_cast<int>(packed >> 24 & kMost), static_cast<int>(packed & kMost)};
+    }
+    uint64_t packed() const { return static_cast<uint64_t>(phase) << 48 | static_cast<uint64_t>(front) << 24 | static_cast<uint64_t>(back); }
+  };
+  static constexpr uint64_t kMost = (1 << 24) - 1;  // items of a thread
+
+  template <class Size>
+  Range remove(uint16_t phase, int items, Size size_of, bool front) {
+    for (uint64_t seen = word_.load(std::memory_order_relaxed);;) {
+      Word word = Word::of(seen);
+      if (word.phase != phase) word = {phase, 0, 0};
+      const int left = items - word.front - word.back, size = size_of(left);
+      if (left == 0) return {0, 0};
+      const Range removed = front ? Range{word.front, word.front + size} : Range{items - word.back - size, items - word.back};
+      (front ? word.front : word.back) += size;
+      if (word_.compare_exchange_weak(seen, word.packed(), std::memory_order_relaxed)) return removed;
+    }
+  }
+
+  std::atomic<uint64_t> word_{0};
 };
 
 // Memory that is near to some CPUs.
@@ -60,15 +107,26 @@ class Pool {
   void meet();
   // The items of this thread's node: an equal share for each thread.
   Range of_node(int items, int thread) const { return team_of(thread).share(items, threads_); }
-  // Calls work(Range) for some of the node's items, which its threads share out: each takes chunks until none is left. All
-  // threads of a job call it, at most once between two meetings.
+  // Calls work(Range) for some of the node's items. Its threads share them out: each has an equal part, and helps those of its
+  // group that have some left. All threads of a job call it, at most once between two meetings.
   template <class Work>
   void share_out(Range items_of_node, int thread, Work work) {
-    Team& team = team_of(thread);
-    const Chunks chunks(items_of_node, team.last - team.first);
-    for (Range chunk = chunks.at(thread - team.first); chunk.first < chunk.last; chunk = chunks.at(team.taken.fetch_add(1, std::memory_order_relaxed))) {
-      work(chunk);
-      if (chunks.one_each()) return;
+    const Team& team = team_of(thread);
+    const int items = items_of_node.last - items_of_node.first, count = team.last - team.first;
+    const auto part = [&](int of) { return Share(items, of - team.first, count); };
+    const auto compute = [&](int of, Range some) {  // numbers within a thread's part
+      const int first = items_of_node.first + part(of).first;
+      work(Range{first + some.first, first + some.last});
+    };
+    Worker& own = worker_[thread];
+    const uint16_t phase = ++own.phase;
+    const auto left_to = [&](int of) { return part(of).last - part(of).first; };
+    for (Range some; !(some = own.left.take(phase, left_to(thread))).empty();) compute(thread, some);
+    const int first = std::max(team.first, thread / kGroup * kGroup), last = std::min(team.last, (thread / kGroup + 1) * kGroup);
+    for (int other = next(thread, first, last); other != thread;) {
+      const Range some = worker_[other].left.steal(phase, left_to(other));
+      if (some.empty()) other = next(other, first, last);
+      else compute(other, some);
     }
   }
   // The same for items that all nodes share.
@@ -85,15 +143,21 @@ class Pool {
   using Clock = std::chrono::steady_clock;
 
   // The threads of one node, or all threads.
-  struct alignas(64) Team {
+  struct Team {
     int first = 0, last = 0;  // last is exclusive
     const Node* node = nullptr;
-    alignas(64) std::atomic<int> taken{0};  // number of the next chunk of the items that are shared out
 
     Range share(int items, int threads) const { return {Share(items, first, threads).first, Share(items, last, threads).first}; }
   };
 
-  Team& team_of(int thread) const;
+  // A line of its own for each thread.
+  struct alignas(64) Worker {
+    ItemsLeft left;
+    uint16_t phase = 0;  // of its thread
+  };
+
+  static int next(int thread, int first, int last) { return thread + 1 < last ? thread + 1 : first; }
+  const Team& team_of(int thread) const;
   void work(int thread);
   void run_part(int thread);
   void announce();
@@ -103,6 +167,7 @@ class Pool {
   const std::vector<Node> nodes_;
   const int teams_;
   const std::unique_ptr<Team[]> team_;
+  const std::unique_ptr<Worker[]> worker_;
   Barrier barrier_;
   std::mutex one_job_at_a_time_;
   Job job_ = nullptr;

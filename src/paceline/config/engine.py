@@ -294,7 +294,8 @@ class EngineConfig:
         one, ranks = "with tensor_parallel=1", f"with tensor_parallel={self.tensor_parallel}"
         whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
         check(self.attention != "native", "attention", self.attention, whole)
-        check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}")
+        sockets = "which uses all sockets of a machine (numa)"
+        check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}, {sockets}")
         caches = f"'auto' {ranks}, whose caches are kept in dtype; others {one}"
         check(self.kv_cache_dtype == "auto", "kv_cache_dtype", self.kv_cache_dtype, caches)
         batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
