@@ -22,6 +22,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
@@ -67,7 +69,13 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-_KINDS = {"c": "conv", "d": "linear_attention", "m": "linear_attention", "f": "full_attention"}
+_KINDS = {
+    "c": "conv",
+    "d": "linear_attention",
+    "m": "linear_attention",
+    "f": "full_attention",
+    "s": "sliding_attention",
+}
 
 
 def _layers(kinds: str) -> dict[str, Any]:
@@ -149,6 +157,12 @@ def tiny_lfm2_moe(seed: int = 0, kinds: str = "ccf", **fields: Any) -> Lfm2MoeFo
         for layer in made.model.layers[1:]:
             layer.feed_forward.expert_bias.normal_(0, 0.3)
     return made
+
+
+def tiny_lfm3(seed: int = 0, kinds: str = "csf") -> Lfm3ForCausalLM:
+    """A random LFM3 with a layer for each letter of ``kinds``: s is attention with a window of 4."""
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "head_dim": 16, "sliding_window": 4}
+    return _randomised(Lfm3ForCausalLM, Lfm3Config(**_COMMON, **_layers(kinds), **sizes), seed)
 
 
 def tiny_granite_hybrid(

@@ -83,7 +83,8 @@ class AttentionSpec:
     cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: whether each query head has one more score, a weight, that takes part in the softmax without a value.
     gated: whether the query projection also gives a gate per query element; sigmoid(gate) multiplies the output.
-    gates_apart: whether the gates have a matrix of their own.
+    gates_apart: whether the gates have a matrix of their own. gates_by_head: whether it has one row for each head, as a
+        head's elements have one gate.
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
@@ -108,6 +109,7 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     gates_apart: bool = False
+    gates_by_head: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None

@@ -164,6 +164,8 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
     for name, slot in _linear_slots(
         "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
     ):
+        if spec.gates_by_head and name.startswith(f"{layer}attn_gate."):
+            slot = replace(slot, order=_repeated(spec.head_dim), stored=(spec.heads, *slot.shape[1:]))
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
     yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
@@ -174,6 +176,11 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
         yield from _vector(f"{layer}q_norm.weight", spec.query_width if whole else spec.head_dim)
         if own:
             yield from _vector(f"{layer}k_norm.weight", spec.kv_width if whole else spec.head_dim)
+
+
+def _repeated(times: int) -> Callable[[Tensor], Tensor]:
+    """Return what repeats each row."""
+    return lambda rows: rows.repeat_interleave(times, 0)
 
 
 def _delta_slots(spec: DeltaNetSpec, width: int, layer: str, stored: Collection[str]) -> Slots:

@@ -56,6 +56,7 @@ from paceline.models.families import (
     jais2,
     lfm2,
     lfm2_moe,
+    lfm3,
     llama,
     mellum,
     minicpm3,
@@ -103,7 +104,7 @@ _MODULES = (
     *(mixtral, qwen2_moe, qwen3_moe, mellum, olmoe, flex_olmo, granitemoe, granitemoe_swa, gpt_oss),
     *(qwen3_5_moe, qwen3_next, aria_text, cohere2_moe, phimoe),
     *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
-    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe),
+    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe, lfm3),
     *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 

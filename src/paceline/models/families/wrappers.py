@@ -14,7 +14,7 @@ from paceline.models.description.weight_names import WeightNames
 WRAPPERS = frozenset(
     {
         *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "granite4_vision", "idefics3", "internvl", "lfm2_vl"),
-        "kimi_k25",
+        *("kimi_k25", "lfm3_vl"),
         *(
             "llava",
             "llava_next",
