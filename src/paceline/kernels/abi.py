@@ -256,7 +256,7 @@ class CCache(Structure):
     _fields_ = (
         ("tables", POINTER(CKVTable)), ("table_count", c_int64), ("rows", c_int64), ("capacity", c_int64),
         ("bf16", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
-        ("count", c_void_p), ("window", c_int64), ("adapter_of", c_void_p),
+        ("count", c_void_p), ("window", c_int64), ("references", c_void_p), ("adapter_of", c_void_p),
     )
 
 
@@ -439,4 +439,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "638dc2b2538f7517"
+INTERFACE = "47e1e3781e45b4cb"

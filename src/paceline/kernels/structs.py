@@ -42,6 +42,7 @@ def cache(of: KVCache) -> abi.CCache:
         for shape, layers in of.layer_counts.items()
     ]
     described = abi.CCache(
+        references=address(of.paged(0).references),
         tables=(abi.CKVTable * len(tables))(*tables),
         table_count=len(tables),
         rows=of.rows,

@@ -287,9 +287,7 @@ class Calibration:
         """Fill caches with random numbers, because untouched memory would be read too fast."""
         generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
-            for table in decoder.cache.tables:
-                for layer in table:
-                    layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
+            decoder.cache.randomise(rows, context, generator)
 
     def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.

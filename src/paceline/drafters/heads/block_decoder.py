@@ -217,7 +217,7 @@ class TorchBlockDecoder(BlockDecoder):
         super().__init__(model, backend, rows, positions, vocab_size)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:
-        places = self.cache.within(rows, positions)
+        places = self.cache.storage.within(rows, positions)
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):

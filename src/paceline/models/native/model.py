@@ -51,6 +51,8 @@ class NativeModel:
     quantization.
     """
 
+    paged = True
+
     def __init__(
         self,
         spec: NativeSpec,
@@ -138,6 +140,7 @@ class NativeModel:
         count = nodes.tokens.shape[0] - nodes.read
         features = torch.empty(count, len(taps), self.width, dtype=torch.float32) if taps else None
         if count > 0:
+            cache.cover(*nodes.written())
             tensors = [None if tensor is None else tensor.contiguous() for tensor in nodes[:5]]
             flat = Nodes(*tensors)._replace(read=nodes.read, text=nodes.text)  # type: ignore[arg-type]
             tapped = None if features is None else (self.tap_places(taps), features)
