@@ -7,7 +7,8 @@ Each model type gets a configuration of a few small layers and random weights, i
 transformers' own. docs/models.md shows the table; ``benchmarks/results/model-survey.json`` holds it with all reasons.
 
 States: kernels (native, on the CPU kernels), torch (native, in torch), transformers (through transformers' own code),
-refused (with the message), wrong (what differs), untried (transformers itself does not run the shrunk model).
+whole texts (likewise, but every pass computes whole texts), refused (with the message), wrong (what differs), untried
+(transformers itself does not run the shrunk model).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ SIZES: Mapping[str, Any] = {
     "sliding_window": 8,
 }
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
+_PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _SECTIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 }
@@ -75,6 +77,27 @@ _SECTIONS_OF_HALF: dict[str, Any] = {
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), _SECTIONS_OF_HALF),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _SECTIONS),
+    "mamba2": {"num_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "dots1": {"n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "paddleocr_vl_text": {"rope_parameters": {**_PLAIN, "mrope_section": [2, 3, 3]}},
+    "granite_docling_vision": {"out_hidden_size": 64},
+    "inkling2_vision": {"text_hidden_size": 64},
+    "inkling2_text": {"unpadded_vocab_size": VOCABULARY},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCABULARY},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
     "phimoe": {"sliding_window": 512},  # as long as its positions, as it is published
     "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [], "downsample_rate": "1/2"},
 }
@@ -197,6 +220,7 @@ def _own_answers(folder: str, dtype: Literal["float32", "auto"]) -> tuple[Answer
     from paceline.llm import LLM
     from paceline.models.native.model import NativeModel
     from paceline.models.torch.huggingface import HuggingFaceModel
+    from paceline.models.torch.whole_texts import WholeTextModel
 
     llm = LLM(folder, dtype=dtype, max_batch_size=2, max_model_len=48, num_speculative_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=0)
@@ -205,7 +229,7 @@ def _own_answers(folder: str, dtype: Literal["float32", "auto"]) -> tuple[Answer
         scores = [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
         answers.append((list(output.outputs[0].token_ids), scores))
     model = llm.engine.parts.target.model
-    kinds = {NativeModel: "kernels", HuggingFaceModel: "transformers"}
+    kinds = {NativeModel: "kernels", HuggingFaceModel: "transformers", WholeTextModel: "whole texts"}
     return answers, kinds.get(type(model), "torch")
 
 

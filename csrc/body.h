@@ -184,9 +184,25 @@ inline PagedVectors<T> vectors_of(const Attention& a, const uint8_t* keys_or_val
           a.pages + static_cast<size_t>(of.row) * a.blocks, a.page_stride, a.position_stride};
 }
 
+// Rounds a vector to int8 by its own scale alone, so that no other token changes its bits, and stores both. A vector that
+// is not finite gets the scale NaN.
+inline void store_scaled(const float* x, int dim, int8_t* out) {
+  I16 top = izero();
+  for (int i = 0; i < dim; i += 16) top = max(top, size_bits(load(x + i)));
+  const int32_t bits = largest(top);
+  float amplitude;
+  memcpy(&amplitude, &bits, sizeof amplitude);
+  const bool loud = finite(amplitude) && amplitude > kSmallestAmplitude;
+  const F16 inverse = set1(loud ? 127.0f / amplitude : 0.0f);
+  for (int i = 0; i < dim; i += 16) store_int8(out + i, loud ? round_to_int(load(x + i) * inverse) : izero());
+  const float scale = loud ? amplitude / 127.0f : finite(amplitude) ? 0.0f : kNaN;
+  memcpy(out + dim, &scale, sizeof scale);
+}
+
 inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const float* x) {
+  if (a.element == kCacheInt8) return store_scaled(x, a.dim, reinterpret_cast<int8_t*>(cache) + offset);
   for (int i = 0; i < a.dim; i += 16) {
-    if (a.bf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
+    if (a.element == kCacheBf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
     else store(reinterpret_cast<float*>(cache) + offset + i, load(x + i));
   }
 }
@@ -271,21 +287,42 @@ inline ScoreTile score_function(int queries) {
 template <class T> inline F16 load_cached(const T* p);
 template <> inline F16 load_cached<float>(const float* p) { return load(p); }
 template <> inline F16 load_cached<uint16_t>(const uint16_t* p) { return load_bf16(p); }
+template <> inline F16 load_cached<int8_t>(const int8_t* p) { return to_float(load_int8(p)); }
+
+template <class T> constexpr bool kScaled = false;  // whether a vector's scale lies behind it
+template <> constexpr bool kScaled<int8_t> = true;
+
+inline float scale_behind(const int8_t* vector, int dim) {
+  float scale;
+  memcpy(&scale, vector + dim, sizeof scale);
+  return scale;
+}
 
 inline void transpose_keys(const float* const* rows, int dim, float* out) {
   for (int d = 0; d < dim; d += 16) transpose_floats(rows, d, out + static_cast<size_t>(d) * 32, 32);
 }
+template <class T>
+inline void transpose_rest(const T* const* rows, int first, int dim, float* out) {
+  float wide[16][16];
+  const float* wide_rows[16];
+  for (int d = first; d < dim; d += 16) {
+    for (int i = 0; i < 16; ++i) {
+      store(wide[i], load_cached<T>(rows[i] + d));
+      wide_rows[i] = wide[i];
+    }
+    transpose_floats(wide_rows, 0, out + static_cast<size_t>(d) * 32, 32);
+  }
+}
 inline void transpose_keys(const uint16_t* const* rows, int dim, float* out) {
   int d = 0;
   for (; d + 32 <= dim; d += 32) transpose_bf16_pairs(rows, d, out + static_cast<size_t>(d) * 32, 32);
-  if (d == dim) return;
-  float wide[16][16];
-  const float* wide_rows[16];
-  for (int i = 0; i < 16; ++i) {
-    store(wide[i], load_bf16(rows[i] + d));
-    wide_rows[i] = wide[i];
-  }
-  transpose_floats(wide_rows, 0, out + static_cast<size_t>(d) * 32, 32);
+  transpose_rest(rows, d, dim, out);
+}
+// Elements without their scales, which the scores are multiplied by.
+inline void transpose_keys(const int8_t* const* rows, int dim, float* out) {
+  int d = 0;
+  for (; d + 64 <= dim; d += 64) transpose_int8_quads(rows, d, out + static_cast<size_t>(d) * 32, 32);
+  transpose_rest(rows, d, dim, out);
 }
 
 inline void prefetch(const void* from, size_t bytes) {
@@ -303,6 +340,18 @@ __attribute__((noinline)) void transpose_along(const PagedVectors<T>& keys, int 
   const T* rows[16];
   for (int i = 0; i < 16; ++i) rows[i] = keys.at(slot_of(path, first + i));
   transpose_keys(rows, dim, out);
+}
+
+// Multiplies the numbers of the keys [begin, end), a row of kKeyBlock for each of `count` queries, by the keys' scales.
+// Where x is the first query's number of key `begin`, which is a multiple of 16.
+__attribute__((always_inline)) inline void multiply_by_scales(const PagedVectors<int8_t>& vectors, int dim, const Path* path, int begin, int end,
+                                                              int count, float* x) {
+  for (int key = begin; key < end; key += 16, x += 16) {
+    float scales[16];
+    for (int i = 0; i < 16; ++i) scales[i] = scale_behind(vectors.at(path ? slot_of(*path, key + i) : key + i), dim);
+    const F16 s = load(scales);
+    for (int i = 0; i < count; ++i) store(x + static_cast<size_t>(i) * kKeyBlock, load(x + static_cast<size_t>(i) * kKeyBlock) * s);
+  }
 }
 
 // Scores of all queries against the keys [begin, end) of one block; begin and the block's start are multiples of 16.
@@ -328,6 +377,7 @@ inline void score_block(const PagedVectors<T>& keys, int dim, const Query* queri
       float* to = scores + static_cast<size_t>(i) * kKeyBlock + (key - start);
       (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, dim, to);
     }
+    if constexpr (kScaled<T>) multiply_by_scales(keys, dim, path, key, key + 16 * vectors, count, scores + (key - start));
   }
 }
 
@@ -436,10 +486,11 @@ struct Upcoming {
 // Weighs the values of the keys [begin, end), page by page. Where several groups of queries read them, or they are not at
 // their positions, 32 at a time are widened first, into `tile`.
 template <class T>
-inline void weigh_block(const PagedVectors<T>& values, int dim, int count, int begin, int end, const Path* path, const float* weights,
+inline void weigh_block(const PagedVectors<T>& values, int dim, int count, int begin, int end, const Path* path, float* weights,
                         const Merge* merge, float* running, float* sums, float* tile, const Upcoming<T>& upcoming) {
   const bool moved = path && path->from < end;
   const bool widened = moved || count > kWeighBlock;
+  if constexpr (kScaled<T>) multiply_by_scales(values, dim, moved ? path : nullptr, begin, end, count, weights);
   const int step = widened ? 32 : kPagePositions;
   for (int first = begin, next; first < end; first = next) {
     next = first / step * step + step < end ? first / step * step + step : end;
@@ -561,7 +612,8 @@ inline void attend(const Attention& a, RowHead of, int first, int count, float* 
                       a.sinks ? Partial{a.sinks[of.kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, of, queries, n, group, scratch, then);
+  if (a.element == kCacheInt8) attend_over<int8_t>(a, of, queries, n, group, scratch, then);
+  else if (a.element == kCacheBf16) attend_over<uint16_t>(a, of, queries, n, group, scratch, then);
   else attend_over<float>(a, of, queries, n, group, scratch, then);
 }
 

@@ -5,9 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "range.h"
+
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
+// Elements of stored keys and values. Behind a vector of int8 lies its scale, a float32: src/paceline/core/eight_bits.py.
+enum CacheElement : int32_t { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheInt8 = 2 };
 // kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu to kXielu
 // apply to every output. kCap: limit * tanh(y / limit).
 enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kExactGelu, kRelu, kRelu2, kXielu, kCap };
@@ -74,10 +78,6 @@ struct LinearCall {
   const float* shape = nullptr;           // of kXielu: its four numbers
 };
 
-struct Range {
-  int first, last;  // last is exclusive
-};
-
 // An RMS norm, or with a bias a layer norm.
 struct Norm {
   const float* weight;  // padded with zeros
@@ -121,7 +121,7 @@ struct Attention {
   size_t page_stride, head_stride, position_stride;  // in elements
   const int32_t* pages;  // [row][blocks]: the page of each block of kPagePositions positions
   size_t blocks;
-  bool bf16;
+  int32_t element;  // CacheElement
   int heads, kv_heads, dim;
   int value_dim;     // width of a value
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
@@ -281,6 +281,8 @@ static inline size_t draw_scratch_items(int64_t vocabulary) { return static_cast
 
 // Pages of a row's positions and the one behind them, which writes beyond the capacity go to.
 static inline size_t blocks_for(int64_t capacity) { return static_cast<size_t>(capacity) / kPagePositions + 1; }
+
+static inline int64_t bytes_of(int32_t element) { return element == kCacheFloat32 ? 4 : element == kCacheBf16 ? 2 : 1; }
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }

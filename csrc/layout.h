@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "47e1e3781e45b4cb";
+constexpr const char* kInterface = "7c9f7ef05c19212a";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -58,12 +58,12 @@ constexpr int32_t kLayout[] = {
   offsetof(ModelSpec, width), sizeof(KVTable), offsetof(KVTable, dim), offsetof(KVTable, head_stride),
   offsetof(KVTable, heads), offsetof(KVTable, keys), offsetof(KVTable, layer_stride), offsetof(KVTable, layers),
   offsetof(KVTable, page_stride), offsetof(KVTable, pages), offsetof(KVTable, position_stride),
-  offsetof(KVTable, values), sizeof(Cache), offsetof(Cache, adapter_of), offsetof(Cache, base), offsetof(Cache, bf16),
-  offsetof(Cache, capacity), offsetof(Cache, count), offsetof(Cache, inputs), offsetof(Cache, references),
-  offsetof(Cache, rows), offsetof(Cache, state), offsetof(Cache, table_count), offsetof(Cache, tables),
-  offsetof(Cache, tail), offsetof(Cache, window), sizeof(Path), offsetof(Path, from), offsetof(Path, last),
-  offsetof(Path, slots), sizeof(Attention), offsetof(Attention, bf16), offsetof(Attention, blocks),
-  offsetof(Attention, cap), offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, ends),
+  offsetof(KVTable, values), sizeof(Cache), offsetof(Cache, adapter_of), offsetof(Cache, base),
+  offsetof(Cache, capacity), offsetof(Cache, count), offsetof(Cache, element), offsetof(Cache, inputs),
+  offsetof(Cache, references), offsetof(Cache, rows), offsetof(Cache, state), offsetof(Cache, table_count),
+  offsetof(Cache, tables), offsetof(Cache, tail), offsetof(Cache, window), sizeof(Path), offsetof(Path, from),
+  offsetof(Path, last), offsetof(Path, slots), sizeof(Attention), offsetof(Attention, blocks), offsetof(Attention, cap),
+  offsetof(Attention, capacity), offsetof(Attention, dim), offsetof(Attention, element), offsetof(Attention, ends),
   offsetof(Attention, epsilon), offsetof(Attention, gates), offsetof(Attention, head_stride),
   offsetof(Attention, heads), offsetof(Attention, k_norm), offsetof(Attention, keys), offsetof(Attention, kv_heads),
   offsetof(Attention, norm_after), offsetof(Attention, norm_all), offsetof(Attention, out),

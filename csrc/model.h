@@ -314,7 +314,7 @@ struct Cache {
   const KVTable* tables;
   int64_t table_count;
   int64_t rows, capacity;
-  int32_t bf16;
+  int32_t element;  // CacheElement
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
   int64_t *base, *count;         // per row
   int64_t window;
@@ -461,12 +461,5 @@ const char* problem_with_pages(const Tokens& tokens, const Cache& cache);
 const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
-
-// The part of `count` items that `thread` handles.
-struct Share : Range {
-  Share(int count, int thread, int threads)
-      : Range{static_cast<int>(static_cast<int64_t>(count) * thread / threads),
-              static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads)} {}
-};
 
 }  // namespace paceline

@@ -494,7 +494,7 @@ void move_in_layer(const KVTable& t, int64_t blocks, int64_t layer, int64_t item
   for (int64_t head = 0; head < t.heads; ++head) {
     for (const Move& move : moves) {
       const int64_t to = offset(move, move.to, head), from = offset(move, move.from, head);
-      for (uint8_t* table : {t.keys, t.values}) if (table) std::memcpy(table + to, table + from, static_cast<size_t>(t.dim * item));
+      for (uint8_t* table : {t.keys, t.values}) if (table) std::memcpy(table + to, table + from, static_cast<size_t>(t.position_stride * item));
     }
   }
 }
@@ -504,7 +504,7 @@ void move_keys_and_values(Pool& pool, const Cache& cache, const std::vector<Move
   in_parallel(pool, [&](int thread) {
     for (const KVTable* table = cache.tables; table < cache.tables + cache.table_count; ++table) {
       const Share share(static_cast<int>(table->layers), thread, pool.threads());
-      for (int64_t layer = share.first; layer < share.last; ++layer) move_in_layer(*table, blocks, layer, cache.bf16 ? 2 : 4, moves);
+      for (int64_t layer = share.first; layer < share.last; ++layer) move_in_layer(*table, blocks, layer, bytes_of(cache.element), moves);
     }
   });
 }

@@ -219,6 +219,50 @@ def mxfp4_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed, (exponents + 127).to(torch.uint8), exact.flatten(-2)
 
 
+def nvfp4(*, by_modelopt: bool) -> Converter:
+    """In blocks of 16. compressed-tensors divides by the scale of the whole matrix, modelopt multiplies with it."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    config = _compressed_config("nvfp4-pack-quantized", weights)
+
+    def convert(weight: Tensor) -> Converted:
+        groups = weight.float().view(len(weight), -1, 16)
+        whole = weight.abs().max() / (448 * 6)
+        scales = (groups.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+        divisor = 1 / whole
+        factors = scales.float() * whole if by_modelopt else scales.float() / divisor
+        scaled = groups / factors[..., None].clamp(min=1e-30)
+        codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1)
+        exact = (FP4[codes] * scaled.sign() * factors[..., None]).flatten(1)
+        nibbles = (codes + 8 * (scaled < 0)).view(len(weight), -1, 2)
+        packed = (nibbles[..., 0] | (nibbles[..., 1] << 4)).to(torch.uint8)
+        if by_modelopt:
+            return {
+                "weight": packed,
+                "weight_scale": scales,
+                "weight_scale_2": whole,
+                "input_scale": whole.clone(),
+            }, exact
+        return {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": divisor[None]}, exact
+
+    return Converter({"quant_method": "modelopt", "quant_algo": "NVFP4"} if by_modelopt else config, convert)
+
+
+def modelopt_mixed() -> Converter:
+    """Narrow matrices in float8 with one scale, wide ones in NVFP4."""
+    fp4 = nvfp4(by_modelopt=True)
+
+    def convert(weight: Tensor) -> Converted:
+        if weight.shape[1] > 128:
+            return fp4.convert(weight)
+        scale = weight.abs().max() / 448
+        values = (weight / scale).to(torch.float8_e4m3fn)
+        stored = {"weight": values, "weight_scale": scale, "k_scale": scale.clone(), "input_scale": scale.clone()}
+        return stored, values.float() * scale
+
+    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4"}, "model.layers.0.q": {"quant_algo": "FP8"}}
+    return Converter({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, convert)
+
+
 CONVERTERS: dict[str, Converter] = {
     "compressed-tensors W4A16": compressed(4, 128, symmetric=True),
     "compressed-tensors W4A16 with zero points": compressed(4, 32, symmetric=False),
@@ -237,6 +281,9 @@ CONVERTERS: dict[str, Converter] = {
     "float8 in blocks": fp8_blocks(128, 128),
     "float8 in small blocks": fp8_blocks(48, 80),
     "float8 by matrix": fp8_matrix(),
+    "compressed-tensors NVFP4": nvfp4(by_modelopt=False),
+    "modelopt NVFP4": nvfp4(by_modelopt=True),
+    "modelopt NVFP4 and float8": modelopt_mixed(),
 }
 
 

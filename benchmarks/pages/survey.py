@@ -10,6 +10,7 @@ STATES = {
     "kernels": "natively, on the CPU kernels",
     "torch": "natively, in torch",
     "transformers": "through transformers' code",
+    "whole texts": "likewise, but every pass computes whole texts",
     "refused": "refused, with the reason",
     "wrong": "another text than transformers'",
     "untried": "transformers does not run the small model",
@@ -22,6 +23,6 @@ def states() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for state, meaning in STATES.items():
         names = sorted(name for name, result in types.items() if result["state"] == state)
-        listed = ", ".join(f"`{name}`" for name in names) if state in ("kernels", "torch", "transformers") else ""
+        listed = "" if state in ("refused", "wrong", "untried") else ", ".join(f"`{name}`" for name in names)
         rows.append((meaning, str(len(names)), listed))
     return rows

@@ -42,6 +42,7 @@ def test_counted_matrices_are_those_of_the_forward_pass(pair: str) -> None:
 
     class Counting:
         def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+            self.weight, self.bias = weight, bias
             multiplied.append(weight.numel())
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:

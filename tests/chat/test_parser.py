@@ -38,6 +38,9 @@ TEMPLATES = {
     "function_gemma": "<start_function_call>",
     "harmony": HARMONY,
     "llama3": "<|python_tag|>",
+    "kimi": "<think></think><|tool_calls_section_begin|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜> ```json",
+    "deepseek_v31": "<think></think><｜tool▁calls▁begin｜>",
 }
 
 
@@ -218,6 +221,58 @@ RECORDED += [
     ("llama3", "<|python_tag|>print(1)", (None, "<|python_tag|>print(1)", [])),
     ("llama3", '{"name": "add", "parameters": {"a": 1}} done', (None, "done", [("add", '{"a": 1}', True)])),
 ]
+_KIMI = "<|tool_call_begin|>functions.%s<|tool_call_argument_begin|>"
+_DEEPSEEK = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>"
+RECORDED += [
+    (
+        "kimi",
+        (
+            "<think>hm</think>So.<|tool_calls_section_begin|>"
+            f'{_KIMI % "add:0"}{{"a": "<|tool_call_end|>"}}<|tool_call_end|>{_KIMI % "get_weather:1"} {{}} <|tool_call_end|>'
+            "<|tool_calls_section_end|>"
+        ),
+        ("hm", "So.", [("add", '{"a": "<|tool_call_end|>"}', True), ("get_weather", "{}", True)]),
+    ),
+    (
+        "kimi",
+        f"<|tool_calls_section_begin|>{_KIMI % 'add:0'}",
+        (None, f"<|tool_calls_section_begin|>{_KIMI % 'add:0'}", []),
+    ),
+    (
+        "kimi",
+        f'<|tool_calls_section_begin|>{_KIMI % "add:0"}{{"a": [1',
+        (None, "", [("add", '{"a": [1', False)]),
+    ),
+    (
+        "kimi",
+        f"<|tool_calls_section_begin|>{_KIMI % 'add:0'}{{}}<|tool_call_end|>stray",
+        (None, "stray", [("add", "{}", True)]),
+    ),
+    (
+        "deepseek_v31",
+        (
+            "Look.<｜tool▁calls▁begin｜>"
+            f'{_DEEPSEEK % "add"}{{"a": 1}}<｜tool▁call▁end｜>{_DEEPSEEK % "add"}{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+        ),
+        (None, "Look.", [("add", '{"a": 1}', True), ("add", "{}", True)]),
+    ),
+    (
+        "deepseek_v3",
+        (
+            f'<｜tool▁calls▁begin｜>{_DEEPSEEK % "function"}add\n```json\n{{"a": "```"}}\n```<｜tool▁call▁end｜>\n'
+            f"{_DEEPSEEK % 'function'}get_weather\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        (None, "", [("add", '{"a": "```"}', True), ("get_weather", "{}", True)]),
+    ),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>none", (None, "<｜tool▁calls▁begin｜>none", [])),
+]
+
+
+def test_calls_have_the_ids_that_the_model_wrote_unless_two_are_equal() -> None:
+    calls = [f"{_KIMI % name}{{}}<|tool_call_end|>" for name in ("add:3", "add:4", "add:3")]
+    ids = [call.id for call in parsed("kimi", f"<|tool_calls_section_begin|>{''.join(calls)}").tool_calls]
+    assert ids[:2] == ["functions.add:3", "functions.add:4"]
+    assert ids[2] not in ids[:2]
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), RECORDED)
@@ -369,6 +424,14 @@ ANSWERS = {  # with the place of the arguments
     "mistral, in a list": ("mistral", '[TOOL_CALLS][{"name": "set", "arguments": %s}]'),
     "mistral, with an id": ("mistral", "[TOOL_CALLS]set[CALL_ID]123456789[ARGS]%s"),
     "mistral_json, by name": ("mistral_json", "[TOOL_CALLS]set[ARGS]%s"),
+    "kimi, behind a space": (
+        "kimi",
+        f"<|tool_calls_section_begin|> {_KIMI % 'ping:0'}{{}}<|tool_call_end|>{_KIMI % 'set:1'}%s",
+    ),
+    "deepseek, after another": (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜>{_DEEPSEEK % 'ping'}{{}}<｜tool▁call▁end｜>{_DEEPSEEK % 'set'}%s",
+    ),
     "harmony": ("harmony", "<|start|>assistant to=functions.set<|channel|>commentary json<|message|>%s<|call|>"),
 }
 OBEYING = ['{"volume": 9}', '{"room": null, "volume": 0}', '{"volume": 3.0, "room": "hall", "names": ["abc"]}']

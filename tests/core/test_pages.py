@@ -125,7 +125,7 @@ def forked() -> PageTable:
     "damage",
     [
         lambda table: table.references.add_(1),
-        lambda table: table.unused.pop(),
+        lambda table: table.unused.append(table.fresh),
         lambda table: table.pages[0, :1].zero_(),
         lambda table: table.freed.append(table.pages_of(0)[0]),
     ],

@@ -163,3 +163,21 @@ def test_a_failed_rows_pages_are_cleared() -> None:
     for table in storage.tables:
         assert not table.isnan().any()
     assert not GROWS or taken(*storage.tables) == 0
+
+
+@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+def test_a_prefix_whose_pages_a_row_shares_frees_none_of_them() -> None:
+    """Of 16 pages a row has 8, a prefix has 6 and shares 5 of them, another has 5: the next row needs 5."""
+    target = model_of(3)
+    options: dict[str, Any] = {"max_batch_size": 3, "max_model_len": LONGEST, "drafter": None, "prefix_memory": 0}
+    engine = make_engine(target, **options, memory_limit=limit_for([LONGEST] * 2, target, None, **options))  # type: ignore[arg-type]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    row = engine.add(Request(prompt_of(350), SamplingParams(temperature=0, max_tokens=LONGEST)))
+    for prompt in ([*prompt_of(350), 1], prompt_of(280, 5), prompt_of(250, 6)):
+        output = engine.add(Request(prompt, one))
+        while not output.finished:
+            engine.step()
+            engine.scheduler.check_integrity()
+    assert not row.finished
+    assert sorted(len(prefix.tokens) for prefix in engine.slots.free.prefixes.values()) == [250]
+    finish(engine)

@@ -9,16 +9,32 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from covering import in_pairs
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
+from paceline.config import SamplingParams
 from paceline.errors import ModelFormatError
+from paceline.llm import LLM
 from paceline.models.load.loading import eos_token_ids, load_model
 from paceline.models.torch.huggingface import HuggingFaceModel
+from paceline.models.torch.whole_texts import WholeTextModel
 
 _BASE = NATIVE["llama"][1]
-_REFUSED = {
-    "longest sequence": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}),
-    "attention interface": (  # GPT-J has one since transformers 5.24
-        "xlm",
-        {"vocab_size": VOCABULARY, "emb_dim": 24, "n_layers": 2, "n_heads": 2, "causal": True},
+WHOLE = {  # model_type -> configuration, what paceline's cache lacks for it
+    "bloom": ({"vocab_size": VOCABULARY, "hidden_size": 24, "n_layer": 2, "n_head": 2}, "attention interface"),
+    "bart": (
+        {"vocab_size": VOCABULARY, "d_model": 24, "decoder_layers": 2, "decoder_attention_heads": 2}
+        | {"decoder_ffn_dim": 40, "max_position_embeddings": 64, "is_decoder": True},
+        "counts positions itself",
+    ),
+    "jamba": (
+        _BASE
+        | {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1},
+        "of the kind linear_attention",
+    ),
+    "deepseek_v32": (  # sparse from the fifth token on
+        NATIVE["deepseek_v3"][1]
+        | {"index_topk": 4, "index_n_heads": 16, "index_head_dim": 16}
+        | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+        "of the kind indexed_attention",
     ),
 }
 
@@ -85,30 +101,31 @@ def test_another_dtype_leaves_the_loaded_model_alone() -> None:
     assert theirs.dtype == torch.float32
 
 
-@pytest.mark.parametrize("reason", _REFUSED)
-def test_attention_that_cannot_be_expressed_is_refused(reason: str) -> None:
-    with pytest.raises(ModelFormatError, match=reason):
-        load_model(tiny(*_REFUSED[reason]), dtype=torch.float32)
-
-
-_JAMBA = {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2}
-_HYBRIDS = {  # model_type -> configuration, how the error names its unsupported layers
-    "jamba": (_BASE | _JAMBA | {"attn_layer_offset": 1}, "2 of its 3 layers are of the kind linear_attention"),
-    "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}, "2 of its 2 layers"),
-}
-
-
-@pytest.mark.parametrize("kind", _HYBRIDS)
-def test_hybrid_models_are_refused_before_their_weights_are_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields, layers = _HYBRIDS[kind]
+@pytest.mark.parametrize("kind", WHOLE)
+@torch.no_grad()
+def test_what_cannot_use_the_cache_is_computed_over_whole_texts(kind: str) -> None:
+    fields, reason = WHOLE[kind]
     theirs = tiny(kind, fields)
-    theirs.save_pretrained(tmp_path)
-    monkeypatch.setattr(type(theirs), "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
-    for source in (theirs, tmp_path):
-        with pytest.raises(ModelFormatError, match=f"cannot be run yet: {layers}.*'{kind}'.*hybrid"):
-            load_model(source, dtype=torch.float32)
+    ours = load_model(theirs, dtype=torch.float32)
+    assert isinstance(ours, WholeTextModel)
+    assert reason in ours.whole_texts
+    assert ragged_error(ours, lambda tokens: theirs(tokens).logits) < 1e-3
+
+
+@in_pairs(kind=WHOLE, drafter=["ngram", "tree"], dtype=["float32", "bfloat16"])
+def test_whole_texts_with_speculation_equal_plain_decoding(kind: str, drafter: str, dtype: str) -> None:
+    """Rows are computed one by one, so a batch gives the bits of each row alone."""
+    theirs = tiny(kind, WHOLE[kind][0], dtype=getattr(torch, dtype))
+    options = {"dtype": dtype, "max_batch_size": 3, "max_model_len": 40}
+    prompts = [row[:length].tolist() for row, length in zip(random_tokens(3, 9), (9, 5, 7), strict=True)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    plain = LLM(theirs, drafter=None, **options)
+    assert "over whole texts in every pass" in plain.engine.describe()
+    alone = [plain.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    drafts = {"ngram": {}, "tree": {"speculation_width": 2}}[drafter]
+    fast = LLM(theirs, drafter="ngram", num_speculative_tokens=3, **drafts, **options)
+    for output, wanted in zip(fast.generate(prompts, params, use_tqdm=False), alone, strict=True):
+        assert output.outputs[0].token_ids == wanted.token_ids
 
 
 class _Meddler(nn.Module):
@@ -118,9 +135,27 @@ class _Meddler(nn.Module):
         return x + x.cumsum(dim=1)
 
 
-def test_a_model_whose_logits_would_differ_is_refused() -> None:
+class _Lengthy(nn.Module):
+    """A layer whose results depend on the length of the text."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.shape[1]
+
+
+@torch.no_grad()
+def test_a_model_that_mixes_positions_itself_is_computed_over_whole_texts() -> None:
     theirs = tiny(*FOREIGN["gpt_neox"])
     theirs.gpt_neox.layers[1].post_mlp_dropout = _Meddler()
+    ours = load_model(theirs, dtype=torch.float32)
+    assert isinstance(ours, WholeTextModel)
+    assert "logits differ" in ours.whole_texts
+    assert ragged_error(ours, lambda tokens: theirs(tokens).logits) < 1e-3
+
+
+@torch.no_grad()
+def test_a_model_whose_beginnings_depend_on_the_length_is_refused() -> None:
+    theirs = tiny(*FOREIGN["gpt_neox"])
+    theirs.gpt_neox.layers[1].post_mlp_dropout = _Lengthy()
     with pytest.raises(ModelFormatError, match="logits differ"):
         load_model(theirs, dtype=torch.float32)
 
@@ -190,7 +225,8 @@ def test_messages_of_other_libraries_are_shortened(monkeypatch: pytest.MonkeyPat
         raise KeyError("a line\n" * 1000)
 
     monkeypatch.setattr(HuggingFaceModel, "hidden_states", fail)
-    with pytest.raises(ModelFormatError, match="cannot be run with paceline's cache") as caught:
+    monkeypatch.setattr(WholeTextModel, "_run", fail)
+    with pytest.raises(ModelFormatError, match="transformers' code fails") as caught:
         load_model(theirs, dtype=torch.float32)
     assert len(str(caught.value)) < 600
     assert "\n" not in str(caught.value)

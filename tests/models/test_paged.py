@@ -33,7 +33,9 @@ def scattered(model: NativeModel, rows: int, positions: int, dtype: torch.dtype)
     model.dtype = dtype
     cache = cache_of(model, rows, positions)
     assert isinstance(cache.storage, PagedTables)
-    random.Random(4).shuffle(cache.storage.table.unused)
+    table = cache.storage.table
+    table.fresh = len(table.references)
+    table.unused = random.Random(4).sample(range(1, table.fresh), table.fresh - 1)
     return cache
 
 

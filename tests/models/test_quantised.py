@@ -22,7 +22,7 @@ from paceline.kernels.pack import Format, dequantise
 from paceline.models.files.quantised_tensors import MXFP4Tensor, Parts
 from paceline.models.load.loading import load_model, open_checkpoint
 from paceline.models.native.matrices import Outcome, StoredMatrix
-from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, write
+from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, nvfp4, write
 
 SHAPE = {
     "hidden_size": 128,
@@ -171,7 +171,16 @@ def test_what_changes_nothing_is_read(tmp_path: Path, checkpoints: dict) -> None
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by 'bitsandbytes', which is not read: use"),
         ({"quant_method": "exl3"}, "'exl3', which is not read: use the model's original weights"),
         ({"group_size": 64, "bits": 4}, "quantised by 'mlx'"),
-        ({"quant_method": "modelopt"}, "'modelopt'"),
+        ({"quant_method": "modelopt"}, "modelopt with quant_algo='None' is not read"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}},
+            },
+            "quant_algo='W4A8_AWQ'",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8 with blocks of"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits=3 is not read"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
@@ -215,6 +224,20 @@ def test_a_quantised_model_of_another_family_is_refused_by_name(tmp_path: Path) 
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelFormatError, match=r"quantised model \(AWQ\) of the type 'gpt_neox'"):
         load_model(tmp_path, dtype=torch.float32)
+
+
+def test_an_older_modelopt_tells_its_scheme_in_a_file_of_its_own(tmp_path: Path) -> None:
+    theirs = write(tmp_path, original(), nvfp4(by_modelopt=True))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    tokens = random_tokens(1, 8)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    found = Runner(load_model(tmp_path, dtype=torch.float32), 1)(tokens, torch.arange(8)[None])
+    assert (found - expected).abs().max() < 1e-4
 
 
 def test_a_configuration_without_the_tensors_is_refused(tmp_path: Path) -> None:
@@ -275,6 +298,12 @@ DAMAGE: dict[str, tuple[Converter, Change, str]] = {
         replaced("weight_scale_inv", lambda t: t.repeat(2, 1)),
         "weight_scale_inv is",
     ),
+    "blocks of another size": (
+        nvfp4(by_modelopt=True),
+        replaced("weight_scale", lambda t: t.view(torch.uint8).repeat(1, 2).view(t.dtype)),
+        "weight is U8 of the shape",
+    ),
+    "no scale of the matrix": (nvfp4(by_modelopt=False), without("weight_global_scale"), "has no weight_global_scale"),
     "no block scales": (fp8_blocks(64, 64), without("weight_scale_inv"), "has no weight_scale_inv"),
     "another float8": (
         fp8_blocks(64, 64),

@@ -30,7 +30,7 @@ from paceline.errors import ModelFormatError, ModelNotFoundError, ParameterError
 from paceline.models.files import hub
 from paceline.models.files.boundary import is_failure
 from paceline.models.text.detokenizer import ByteDecoder, Detokenizer, WindowDecoder
-from paceline.models.text.gguf_tokenizer import SPLITTINGS
+from paceline.models.text.gguf_tokenizer import SPLITTINGS, _pre_tokenizer
 from paceline.models.text.tokenizer import Tokenizer, check_same_vocabulary
 from paceline.models.text.tokenizer_growth import ORDINARY, check_backend, check_description
 from server_support import byte_tokenizer
@@ -398,12 +398,38 @@ def test_a_gguf_file_uses_its_pre_tokenizer(tmp_path: Path, splitting: str, expe
     assert [tokenizer.spelling(token) for token in tokenizer.encode(" 123")] == expected
 
 
+WORDS = {  # of "It's 12345 中文かなABC\n\n  x", as the original pre-tokenizers split it
+    "gpt-2": ["It", "'s", " 12345", " 中文かなABC", "\n\n ", " x"],
+    "command-r": ["It", "'s", " ", "1", "2", "3", "4", "5", " 中文かなABC", "\n\n ", " x"],
+    "glm4": ["It", "'s", " ", "123", "45", " 中文かなABC", "\n\n", " ", " x"],
+    "hunyuan": ["It", "'s", " ", "1", "2", "3", "4", "5", " 中文かなABC", "\n\n", " ", " x"],
+    "deepseek-v3": ["It", "'s", " ", "123", "45", " ", "中文かな", "ABC", "\n\n", " ", " x"],
+    "deepseek-llm": ["It", "'", "s", " ", "1", "2", "3", "4", "5", " ", "中文かな", "ABC", "\n", "\n", " ", " x"],
+    "kimi-k2": ["It's", " ", "123", "45", " ", "中文", "かな", "ABC", "\n\n", " ", " x"],
+    "minimax-m2": ["It's", " ", "123", "45", " 中文かな", "ABC", "\n\n", " ", " x"],
+    "tiny_aya": ["It's", " ", "12", "345", " 中文かな", "ABC", "\n\n", " ", " x"],
+    "youtu": ["It's", " ", "1", "2", "3", "4", "5", " ", "中文かな", "ABC", "\n\n", " ", " x"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_those_of_the_named_pre_tokenizer(name: str) -> None:
+    text = "It's 12345 中文かなABC\n\n  x"
+    words = _pre_tokenizer(SPLITTINGS[name]).pre_tokenize_str(text)
+    assert [text[first:last] for _, (first, last) in words] == WORDS[name]
+
+
+def test_every_pre_tokenizer_keeps_every_byte() -> None:
+    text = "Don't parseJSONFile12345 //x\n\n  y'LL 한국어 नमस्ते 👩‍👩‍👧 ½²  "
+    for name, splitting in SPLITTINGS.items():
+        words = _pre_tokenizer(splitting).pre_tokenize_str(text)
+        assert decoders.ByteLevel().decode([word for word, _ in words]) == text, name
+
+
 def test_the_words_of_o200k_are_split_at_changes_of_case_and_every_three_digits() -> None:
     """The words that the published pattern of gpt-oss's vocabulary gives (tiktoken's o200k_base)."""
-    pattern = SPLITTINGS["gpt-4o"].pattern
-    assert pattern is not None
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    words = [word for word, _ in split.pre_tokenize_str("Don't parseJSONFile12345 //x\n\n  y'LL")]
+    text = "Don't parseJSONFile12345 //x\n\n  y'LL"
+    words = [text[first:last] for _, (first, last) in _pre_tokenizer(SPLITTINGS["gpt-4o"]).pre_tokenize_str(text)]
     assert words == ["Don't", " parse", "JSONFile", "123", "45", " //", "x", "\n\n", " ", " y'LL"]
 
 

@@ -30,7 +30,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: Live) -> None:
-    hits = live.metric("prefix_cache_hits_total")
+    hits, reused = live.metric("prefix_cache_hits_total"), live.metric("cached_prefix_tokens_reused_total")
     messages = [user("a question that is new to this server")]
     first = post(live, CHAT, messages=messages)
     assert cached(first) == 0
@@ -41,6 +41,8 @@ def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: 
     )  # the chat template's, which then adds [assistant]
     assert cached(second) == second["choices"][0]["paceline"]["metrics"]["cached_tokens"]
     assert live.metric("prefix_cache_hits_total") - hits == cached(second)
+    assert live.metric("cached_prefix_tokens_reused_total") - reused == cached(second)
+    assert live.metric("cached_prefixes") > 0
     third = post_stream(live, messages=messages)
     assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
 

@@ -16,6 +16,7 @@ from paceline.chat.mistral import mistral_call_id, reads_mistral
 from paceline.chat.parser import OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
 from paceline.chat.qwen_xml import reads_qwen_xml
+from paceline.chat.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, Sections, reads_sections, writes_sections
 from paceline.chat.thinking import ThinkingMarkers, ThoughtsSplitter, markers_in, reads_thinking
 from paceline.chat.values import ToolDefinition
 from paceline.errors import RequestError
@@ -56,6 +57,11 @@ class ToolFormat:
     new_id: Callable[[], str] = openai_call_id
     instructions: Callable[[Sequence[ToolDefinition]], str] | None = None
     channels: Channels | None = None
+    beside: str = ""
+
+    def fits(self, chat_template: str) -> bool:
+        """Whether a chat template is of this family."""
+        return bool(self.marker) and self.marker in chat_template and self.beside in chat_template
 
     def writes(self, name: str, arguments: str) -> str:
         """A call as text, for chat templates without tools. arguments: JSON text."""
@@ -88,6 +94,11 @@ def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
     return ToolFormat(name, partial(reads_gemma, markers), syntax, markers.begin, special)
 
 
+def _sections(name: str, form: Sections, beside: str = "") -> ToolFormat:
+    syntax = CallSyntax(form.begin, writes_sections(form))
+    return ToolFormat(name, partial(reads_sections, form), syntax, form.begin, form.special, beside=beside)
+
+
 _FORMATS = (  # the first whose marker is in the template
     ToolFormat(
         "harmony",
@@ -115,6 +126,9 @@ _FORMATS = (  # the first whose marker is in the template
         "<function=",
         (hermes.BEGIN, hermes.END),
     ),
+    _sections("kimi", KIMI),
+    _sections("deepseek_v3", DEEPSEEK_V3, beside="```json"),
+    _sections("deepseek_v31", DEEPSEEK_V31),
     ToolFormat(
         "hermes",
         reads_hermes,
@@ -223,7 +237,7 @@ def chat_format(chat_template: str, tool_parser: str | None = None) -> ChatForma
     tool_parser: name of the syntax of tool calls, one of ``FORMATS``; None chooses it by the template.
     """
     if tool_parser is None:
-        tools = next((form for form in _FORMATS if form.marker and form.marker in chat_template), None)
+        tools = next((form for form in _FORMATS if form.fits(chat_template)), None)
     else:
         tools = FORMATS[tool_parser]
     names_markers = tools.marker if tools is not None and tools.channels is not None else chat_template

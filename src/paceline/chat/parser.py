@@ -34,6 +34,7 @@ class MessageWriter:
         self._space = ""  # white space at the end of the text, which is dropped if a call follows
         self._trims = False  # whether leading newlines of text are part of the syntax before
         self._calls = 0
+        self._ids: set[str] = set()
 
     def text(self, text: str) -> None:
         """Add text of the message."""
@@ -55,10 +56,16 @@ class MessageWriter:
         """End the thoughts: newlines before the text that follows are left out."""
         self._trims = True
 
-    def begin_call(self, name: str) -> None:
-        """Begin a call. Every call is ended before something else is added."""
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. Every call is ended before something else is added.
+
+        call_id: as the model wrote it, unless another call of the message has it; None makes a new one.
+        """
         self._space = ""
-        self._events.append(ToolCallStart(self._calls, self._new_id(), name))
+        if call_id is None or call_id in self._ids:
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._events.append(ToolCallStart(self._calls, call_id, name))
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that is open."""
@@ -70,9 +77,9 @@ class MessageWriter:
         self._events.append(ToolCallEnd(self._calls, complete))
         self._calls += 1
 
-    def whole_call(self, name: str, arguments: str) -> None:
+    def whole_call(self, name: str, arguments: str, call_id: str | None = None) -> None:
         """Add a complete call."""
-        self.begin_call(name)
+        self.begin_call(name, call_id)
         self.arguments(arguments)
         self.end_call()
 

@@ -13,6 +13,7 @@ QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
 DrafterName = Literal["auto", "model", "feature", "mtp", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtypeName = Literal["auto", "bf16", "int8", "fp8"]
 GenerationDefaults = Literal["auto", "off"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["info", "debug"]
@@ -68,7 +69,18 @@ DraftTokenCount = Annotated[int, Whole(0, MAX_SPECULATION_LENGTH)]
 DraftVocabulary = Annotated[int, Whole(0, MAX_VOCABULARY)]
 Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
 ToolParserName = Literal[
-    "harmony", "qwen_xml", "hermes", "mistral", "mistral_json", "gemma", "function_gemma", "llama3", "json"
+    "harmony",
+    "qwen_xml",
+    "kimi",
+    "deepseek_v3",
+    "deepseek_v31",
+    "hermes",
+    "mistral",
+    "mistral_json",
+    "gemma",
+    "function_gemma",
+    "llama3",
+    "json",
 ]
 Name = Annotated[str, Text(filled=True)]
 COMPLETION_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's; a chat's answer may fill what the prompt leaves

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import stored, stored_width
 from paceline.core.paged_tables import PagedTables
 from paceline.core.pages import PagedVectors
 from paceline.core.row_tables import RowTables
@@ -44,7 +45,8 @@ class KVCache:
     """Keys and values of every layer that has some.
 
     Layers of one shape lie together in a table of keys and one of values: [layer, row, head, position, dim], or by
-    pages if the CPU kernels read and write them (``PagedTables``).
+    pages if the CPU kernels read and write them (``PagedTables``). With a dtype of 8 bits, ``dim`` is the stored width
+    of a vector with its scale (``core.eight_bits``).
 
     layers: the heads of each layer. paged: whether by pages. storage: what holds the tables.
     shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
@@ -73,18 +75,19 @@ class KVCache:
         self.layer_counts = Counter(layers)
         self.shapes = tuple(self.layer_counts)
         self.places = table_places(layers)
-        tables = [(self.layer_counts[shape], shape.heads, width) for shape in self.shapes for width in shape.stored]
+        tables = _tables_of(self.layer_counts, dtype)
         self.storage = (PagedTables if paged else RowTables)(tables, rows, positions, dtype, torch.device(device))
         self.rows, self.positions, self.dtype, self.device = rows, positions, dtype, torch.device(device)
         self.of_shapes = self._keys_and_values()
         self.adapter_of = torch.zeros(rows, dtype=torch.int32)
 
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
-        tables = iter(self.tables)
-        return [
-            (keys := next(tables), keys[..., -shape.value_width :] if shape.values_in_keys else next(tables))
-            for shape in self.shapes
-        ]
+        tables, found = iter(self.tables), []
+        for shape in self.shapes:
+            keys = next(tables)
+            width = stored_width(shape.value_width, keys.dtype)
+            found.append((keys, keys[..., -width:] if shape.values_in_keys else next(tables)))
+        return found
 
     @property
     def grows(self) -> bool:
@@ -114,14 +117,14 @@ class KVCache:
     @staticmethod
     def bytes_for(layers: Sequence[KVHeads], rows: int, positions: int, dtype: torch.dtype) -> int:
         """Bytes that such a cache takes on devices where all memory is allocated at once."""
-        width = sum(shape.heads * sum(shape.stored) for shape in layers)
+        width = sum(shape.heads * stored_width(each, dtype) for shape in layers for each in shape.stored)
         return width * rows * (positions + 1) * dtype.itemsize
 
     @staticmethod
     def growing_bytes(layers: Sequence[KVHeads], positions: int, dtype: torch.dtype, *, paged: bool = False) -> int:
         """Bytes that a row of ``positions`` tokens takes where rows grow, or are in pages that they do not share."""
-        tables = [(count, shape.heads, width) for shape, count in Counter(layers).items() for width in shape.stored]
-        return sum((PagedTables if paged else RowTables).row_bytes(table, positions, dtype) for table in tables)
+        row_bytes = (PagedTables if paged else RowTables).row_bytes
+        return sum(row_bytes(table, positions, dtype) for table in _tables_of(Counter(layers), dtype))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [row, head, position, dim] each. Copies if they are in pages."""
@@ -144,7 +147,7 @@ class KVCache:
         """Store k and v, [B, heads, L, dim] each, of one layer at ``indices`` (from ``write_index`` of its table)."""
         number, place = self.places[layer]
         for table, new, index in zip(self.of_shapes[number], (k, v), indices, strict=False):  # v may be a part of k
-            self.storage.vectors(table, place).index_copy_(0, index, new.reshape(-1, new.shape[-1]).to(table.dtype))
+            self.storage.write(table, place, index, stored(new, table.dtype))
 
     def paged(self, table: int) -> PagedVectors:
         """A table as the CPU kernels read it."""
@@ -182,6 +185,18 @@ class KVCache:
         """Return the bytes that a row shares which begins with the first ``positions`` of another one."""
         return self.storage.shareable_bytes(positions)
 
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Return a copy of the first ``length`` positions of a row in each table: [layer, head, length, dim]."""
+        return self.storage.row(row, length)
+
+    def is_row(self, tensors: Sequence[Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` positions of such a cache."""
+        return self.storage.is_row(tensors, length)
+
+    def set_row(self, row: int, tensors: Sequence[Tensor], length: int) -> None:
+        """Write the first ``length`` positions of a row from what ``row`` returned, which may be longer."""
+        self.storage.set_row(row, tensors, length)
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is lost, or counted wrongly."""
         self.storage.check_integrity()
@@ -193,6 +208,15 @@ class KVCache:
     def resize(self, row: int, positions: int) -> None:
         """Set the positions that a row may have; the memory of those beyond is freed."""
         self.storage.resize(row, positions)
+
+
+def _tables_of(layer_counts: Mapping[KVHeads, int], dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Layers, heads and stored width of the tables of each shape."""
+    return [
+        (count, shape.heads, stored_width(width, dtype))
+        for shape, count in layer_counts.items()
+        for width in shape.stored
+    ]
 
 
 def table_places(layers: Sequence[KVHeads]) -> tuple[tuple[int, int], ...]:

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import stored, vector_width
 from paceline.core.pages import PAGE_POSITIONS, PageCopy, PagedVectors, PageTable, pages_for
-from paceline.core.row_tables import grows_on, reserved, zeros_in
+from paceline.core.row_tables import grows_on, return_pages, zeros_by_page
 
-_FREED_BYTES = 2**26  # memory of freed pages that is kept for the next ones: clearing it anew takes longer than a round
+# Memory of freed pages that is kept for the next ones, where rows have no sizes: clearing it anew takes milliseconds.
+_FREED_BYTES = 2**26
 
 
 class PagedTables:
@@ -37,15 +39,15 @@ class PagedTables:
         self.rows, self.positions, self.grows = rows, positions, grows_on(device)
         self.table = PageTable(rows, positions)
         self.sizes = [positions] * rows
+        self._is_sized = False
         self._page_bytes = [page_bytes(shape, dtype) for shape in shapes]
-        pages, sizes = len(self.table.references), zip(shapes, self._page_bytes, strict=True)
-        self._memory = [reserved(pages * size) for size in self._page_bytes] if self.grows else []
-        flat = [zeros_in(memory, dtype) for memory in self._memory] or [
-            torch.zeros(pages * size // dtype.itemsize, dtype=dtype, device=device) for size in self._page_bytes
+        pages = len(self.table.references)
+        self._flat = [
+            zeros_by_page(pages, size // dtype.itemsize, dtype=dtype, device=device) for size in self._page_bytes
         ]
         self.tables = [
-            whole.view(pages, -1)[:, : math.prod(shape) * PAGE_POSITIONS].view(pages, *shape[:2], PAGE_POSITIONS, -1)
-            for whole, (shape, _) in zip(flat, sizes, strict=True)
+            flat[:, : math.prod(shape) * PAGE_POSITIONS].view(pages, *shape[:2], PAGE_POSITIONS, -1)
+            for flat, shape in zip(self._flat, shapes, strict=True)
         ]
 
     @staticmethod
@@ -66,18 +68,15 @@ class PagedTables:
         """Return a copy of a table as ``RowTables`` has it, [outer, row, inner, position, dim]."""
         return table[self.table.pages.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
 
-    def vectors(self, table: Tensor, layer: int) -> Tensor:
-        """Return the vectors from an outer index on, [N, dim], which ``vector_index`` numbers."""
-        dim, first = table.shape[4], layer * table.stride(1)
-        count = (table.shape[0] * table.stride(0) - first) // dim
-        return table.as_strided((count, dim), (dim, 1), table.storage_offset() + first)
+    def write(self, table: Tensor, layer: int, index: Tensor, vectors: Tensor) -> None:
+        """Store vectors [B, inner, L, dim], as they are in the table, of an outer index at ``vector_index``."""
+        pages, places = index
+        table[pages, layer, :, places] = vectors.transpose(1, 2)
 
     def vector_index(self, table: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        """Number of the vectors at ``slots`` [B, L] of ``rows`` [B] in an outer part, [B * inner * L] int64."""
-        slots = self.within(rows[:, None], slots)
-        pages, places = self._where(rows[:, None], slots)
-        inner = torch.arange(table.shape[2], device=slots.device)[None, :, None] * PAGE_POSITIONS
-        return (pages[:, None] * (table.stride(0) // table.shape[4]) + inner + places[:, None]).flatten()
+        """Return the pages of ``slots`` [B, L] of ``rows`` [B], and the places in them: [2, B, L] int64."""
+        column = rows[:, None]
+        return torch.stack(self._where(column, self.within(column, slots)))
 
     def within(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Replace slots beyond the last position by the one behind it; see ``RowTables``."""
@@ -120,7 +119,7 @@ class PagedTables:
         """Set the positions that a row may have. The memory of those beyond is given back, unless others share it."""
         assert self.grows
         assert 0 <= positions <= self.positions
-        self.sizes[row] = positions
+        self.sizes[row], self._is_sized = positions, True
         self.table.cut(row, positions)
         self.give_back()
 
@@ -135,7 +134,7 @@ class PagedTables:
             table[self.table.freed[before:]] = 0
 
     def _bound_freed(self) -> None:
-        if len(self.table.freed) * sum(self._page_bytes) > _FREED_BYTES:
+        if len(self.table.freed) * sum(self._page_bytes) > (0 if self._is_sized else _FREED_BYTES):
             self.give_back()
 
     def repeated_bytes(self, rows: Collection[int]) -> int:
@@ -156,25 +155,44 @@ class PagedTables:
 
     def give_back(self) -> None:
         """Give the memory of freed pages back to the system, which clears them."""
-        runs = list(_runs(self.table.take_freed() if self.grows else []))
-        for memory, size in zip(self._memory, self._page_bytes, strict=False):
-            for first, count in runs:
-                memory.madvise(mmap.MADV_DONTNEED, first * size, count * size)
+        if not self.grows:
+            return
+        for first, count in _runs(self.table.take_freed()):
+            for flat in self._flat:
+                return_pages(flat[first : first + count])
 
     def randomise(self, rows: int, positions: int, generator: torch.Generator) -> None:
         """Give the first rows pages of their own for ``positions``, and fill these with random numbers."""
         self.cover(range(rows), [0] * rows, [positions] * rows)
         for page in {page for row in range(rows) for page in self.table.pages_of(row)}:
             for table in self.tables:
-                table[page].uniform_(-1, 1, generator=generator)
+                numbers = torch.empty(*table.shape[1:4], vector_width(table), dtype=torch.float32)
+                table[page] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
+
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Return a copy of the first ``length`` slots of a row in each table: [outer, inner, length, dim]."""
+        pages = self.table.pages[row, : pages_for(length)].long()
+        whole = [table[pages].permute(1, 2, 0, 3, 4).flatten(2, 3) for table in self.tables]
+        return [table[:, :, :length].contiguous() for table in whole]
+
+    def is_row(self, tensors: Sequence[Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` slots of such tables."""
+        wanted = [(table.dtype, (*table.shape[1:3], length, table.shape[4])) for table in self.tables]
+        return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == wanted
+
+    def set_row(self, row: int, tensors: Sequence[Tensor], length: int) -> None:
+        """Write the first ``length`` slots of a row from what ``row`` returned, which may be longer."""
+        self.cover([row], [0], [length])
+        for number, page in enumerate(self.table.pages_of(row)[: pages_for(length)]):
+            part = slice(number * PAGE_POSITIONS, min((number + 1) * PAGE_POSITIONS, length))
+            for table, tensor in zip(self.tables, tensors, strict=True):
+                table[page, :, :, : part.stop - part.start] = tensor[:, :, part]
 
 
 def page_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Bytes of a page of a table: whole pages of the system and whole vectors. shape: outer, inner, dim."""
-    outer, inner, dim = shape
-    vector = dim * dtype.itemsize
-    step = math.lcm(mmap.PAGESIZE, vector)
-    return -(-outer * inner * PAGE_POSITIONS * vector // step) * step
+    """Bytes of a page of a table, in whole pages of the system. shape: outer, inner, dim."""
+    size = math.prod(shape) * PAGE_POSITIONS * dtype.itemsize
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:

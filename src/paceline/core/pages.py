@@ -57,7 +57,8 @@ class PageTable:
     pages: int32 [slots, blocks]. references: int32 [pages], number of slots that have each page. Both stay where they
         are in memory, so that kernels may have their addresses.
     held: number of blocks of each slot that have a page.
-    freed: pages that no slot has any more, with the data that they had. unused: free pages without data.
+    freed: pages that no slot has any more, with the data that they had. unused: those whose memory was given back.
+    fresh: the first page that was never used; the following ones were not either.
     """
 
     def __init__(self, slots: int, positions: int) -> None:
@@ -65,16 +66,19 @@ class PageTable:
         self.references = torch.zeros(1 + slots * pages_for(positions), dtype=torch.int32)
         self.held = [0] * slots
         self.freed: list[int] = []
-        self.unused = list(range(len(self.references) - 1, 0, -1))
+        self.unused: list[int] = []
+        self.fresh = 1
         self._pages, self._references = self.pages.numpy().data, self.references.numpy().data
 
     @property
     def used(self) -> int:
         """Number of pages that slots have. A page that several have counts once."""
-        return len(self.references) - 1 - len(self.freed) - len(self.unused)
+        return self.fresh - 1 - len(self.freed) - len(self.unused)
 
     def repeated(self, slots: Collection[int]) -> int:
         """Return how many more pages these slots have together than they share."""
+        if len(slots) == len(self.held):
+            return sum(self.held) - self.used
         counts = torch.bincount(self.pages[list(slots)].flatten())[1:]
         return int((counts - 1).clamp(min=0).sum())
 
@@ -133,7 +137,10 @@ class PageTable:
         return pages
 
     def _take(self, slot: int, block: int) -> int:
-        page = self.freed.pop() if self.freed else self.unused.pop()
+        if free := self.freed or self.unused:
+            page = free.pop()
+        else:
+            page, self.fresh = self.fresh, self.fresh + 1
         self._references[page] = 1
         self._pages[slot, block] = page
         return page
@@ -145,6 +152,6 @@ class PageTable:
         counts = torch.bincount(self.pages[held], minlength=len(self.references))
         assert torch.equal(counts.int(), self.references), "references to pages differ from the slots' pages"
         places = (counts > 0).int()
-        free = torch.tensor([*self.freed, *self.unused], dtype=torch.int64)
+        free = torch.tensor([*self.freed, *self.unused, *range(self.fresh, len(places))], dtype=torch.int64)
         places.index_add_(0, free, torch.ones_like(free, dtype=torch.int32))
         assert places[1:].eq(1).all(), "a page is lost, free twice, or free and in use"

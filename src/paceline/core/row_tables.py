@@ -7,15 +7,18 @@ that rows grow.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import stored, vector_width
 from paceline.core.pages import PAGE_POSITIONS, PagedVectors, blocks_for
 from paceline.errors import CapacityError
 
@@ -33,11 +36,26 @@ def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -
     """A tensor of zeros. Where rows grow, its pages take memory when they are first written. Raises CapacityError."""
     if not grows_on(torch.device(device)) or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return zeros_in(reserved(math.prod(shape) * dtype.itemsize), dtype).view(shape)
+    return _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
 
 
-def zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
-    """Return reserved memory as a tensor of one dimension."""
+def return_pages(part: Tensor) -> None:
+    """Free the whole pages of a contiguous part of a tensor of ``zeros_by_page``; they then read as zeros.
+
+    Does nothing where rows do not grow.
+    """
+    page, start = mmap.PAGESIZE, part.data_ptr()
+    first, stop = _up(start, page), (start + part.nbytes) // page * page
+    if grows_on(part.device) and first < stop:
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
@@ -120,9 +138,12 @@ class RowTables:
         """Return a table, [outer, row, inner, slot, dim]."""
         return table
 
-    def vectors(self, table: Tensor, layer: int) -> Tensor:
-        """Return the vectors of an outer index, [N, dim], which ``vector_index`` numbers."""
-        return table[layer].view(-1, table.shape[-1])
+    def write(self, table: Tensor, layer: int, index: Tensor, vectors: Tensor) -> None:
+        """Store vectors [B, inner, L, dim], as they are in the table, of an outer index at ``vector_index``."""
+        lines, vectors = (each.reshape(-1, each.shape[-1]) for each in (table[layer], vectors))
+        if table.dtype.itemsize == 1:
+            lines, vectors = lines.view(torch.int8), vectors.view(torch.int8)  # torch copies no float8 by index
+        lines.index_copy_(0, index, vectors)
 
     def vector_index(self, table: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         """Numbers of the vectors at ``slots`` [B, L] of ``rows`` [B]: [B * inner * L] int64.
@@ -157,8 +178,9 @@ class RowTables:
     def randomise(self, rows: int, slots: int, generator: torch.Generator) -> None:
         """Fill the first slots of the first rows with random numbers."""
         for table in self.tables:
-            for layer in table:
-                layer[:rows, :, :slots].uniform_(-1, 1, generator=generator)
+            for row in (row for layer in table for row in layer[:rows]):
+                numbers = row.new_empty(len(row), slots, vector_width(table), dtype=torch.float32)
+                row[:, :slots] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
 
     def within(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Replace slots beyond a row's end by its trash slot.
@@ -184,6 +206,20 @@ class RowTables:
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
 
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Return a copy of the first ``length`` slots of a row in each table: [outer, inner, length, dim]."""
+        return [table[:, row, :, :length].clone(memory_format=torch.contiguous_format) for table in self.tables]
+
+    def is_row(self, tensors: Sequence[Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` slots of such tables."""
+        wanted = [(table.dtype, (table.shape[0], table.shape[2], length, table.shape[4])) for table in self.tables]
+        return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == wanted
+
+    def set_row(self, row: int, tensors: Sequence[Tensor], length: int) -> None:
+        """Write the first ``length`` slots of a row from what ``row`` returned, which may be longer."""
+        for table, tensor in zip(self.tables, tensors, strict=True):
+            table[:, row, :, :length] = tensor[:, :, :length]
+
     def erase_row(self, row: int) -> None:
         """Set a row to zeros, which keeps a failed text's NaN out of the next one."""
         for pages in self._pages:
@@ -199,8 +235,8 @@ class _Pages:
         self._outer, self._rows, self._inner, width, dim = shape
         self._slot = dim * dtype.itemsize
         self._stripe = width * self._slot
-        self._memory = reserved(math.prod(shape) * dtype.itemsize)
-        self.tensor = zeros_in(self._memory, dtype).view(shape)
+        self._memory = _reserve(math.prod(shape) * dtype.itemsize)
+        self.tensor = _zeros_in(self._memory, dtype).view(shape)
 
     def give_back(self, row: int, slots: int) -> None:
         """Free all of a row but its first ``slots`` slots. Freed slots read as zeros."""
@@ -216,7 +252,7 @@ class _Pages:
                 self._memory.madvise(mmap.MADV_DONTNEED, stripe * self._stripe + kept, self._stripe - kept)
 
 
-def reserved(size: int) -> mmap.mmap:
+def _reserve(size: int) -> mmap.mmap:
     """Reserve address space of ``size`` bytes, without huge pages, which would span the unused tails of several rows.
 
     Raises CapacityError if the system refuses.

@@ -44,6 +44,14 @@ class Format(IntEnum):
     INT4 = 2
 
 
+class CacheElement(IntEnum):
+    """csrc: CacheElement."""
+
+    CACHE_FLOAT32 = 0
+    CACHE_BF16 = 1
+    CACHE_INT8 = 2
+
+
 class Epilogue(IntEnum):
     """csrc: Epilogue."""
 
@@ -255,7 +263,7 @@ class CCache(Structure):
 
     _fields_ = (
         ("tables", POINTER(CKVTable)), ("table_count", c_int64), ("rows", c_int64), ("capacity", c_int64),
-        ("bf16", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
+        ("element", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
         ("count", c_void_p), ("window", c_int64), ("references", c_void_p), ("adapter_of", c_void_p),
     )
 
@@ -275,7 +283,7 @@ class CAttention(Structure):
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
         ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
         ("values", c_void_p), ("page_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("pages", c_void_p), ("blocks", c_size_t), ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int),
+        ("pages", c_void_p), ("blocks", c_size_t), ("element", c_int32), ("heads", c_int), ("kv_heads", c_int),
         ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64), ("window", c_int64), ("scale", c_float),
         ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t),
         ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float),
@@ -401,9 +409,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_kernels": (c_void_p, (c_char_p,)),
     "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
-    "pl_pool_new": (c_void_p, (c_int,)),
+    "pl_pool_new": (c_void_p, (c_int, c_int, c_void_p, c_void_p, c_void_p)),
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
+    "pl_place": (c_int, (c_void_p, c_void_p, c_int, c_size_t)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
@@ -439,4 +448,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "47e1e3781e45b4cb"
+INTERFACE = "7c9f7ef05c19212a"

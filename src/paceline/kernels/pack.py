@@ -43,15 +43,44 @@ class Int4Weight:
 
     scales and lows, float16, are [outputs, inputs / group]. A low need not be a multiple of its scale: so 4-bit groups
     of 32 from GGUF files (Q4_0, Q4_1, Q4_K) are taken unchanged; rounding them again would cost accuracy.
+
+    order: the input of the layer that each column is, int64 [inputs] (GPTQ's activation order); None: its own.
     """
 
     values: Tensor
     scales: Tensor
     lows: Tensor
     group: int
+    order: Tensor | None = None
 
+
+@dataclass(frozen=True)
+class Fp4Weight:
+    """weight = FP4[values] * 2 ** (exponents - 127), by groups of 32 inputs (MXFP4); values uint8 [outputs, inputs].
+
+    exponents: uint8 [outputs, inputs / 32].
+    """
+
+    values: Tensor
+    exponents: Tensor
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of codes 0 to 7; those of 8 to 15 are their negatives
+_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 Weight = Int8Weight | Bf16Weight | Int4Weight
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """The numbers, float32, of codes of 4 bits (float), uint8 of any shape, without their scales."""
+    table = torch.tensor([*FP4, *(-number for number in FP4)], device=codes.device)
+    return table[codes.long()]
+
+
+def fp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
+    """The numbers, float32, of codes and exponents (MXFP4), uint8 and of shapes that broadcast."""
+    numbers = torch.ldexp(fp4_values(codes), exponents.int() - _E8M0_BIAS)
+    return numbers.masked_fill(exponents == _E8M0_NAN, torch.nan)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ from paceline.kernels.pack import Format, Packed
 
 FORMATS: dict[Format, abi.Format] = {"int8": abi.Format.INT8, "bf16": abi.Format.BF16, "int4": abi.Format.INT4}
 
+CACHE_ELEMENTS = {
+    torch.float32: abi.CacheElement.CACHE_FLOAT32,
+    torch.bfloat16: abi.CacheElement.CACHE_BF16,
+    torch.int8: abi.CacheElement.CACHE_INT8,
+}
+
 
 def address(tensor: Tensor | None) -> int | None:
     """The address of a tensor's first element; None for None."""
@@ -47,7 +53,7 @@ def cache(of: KVCache) -> abi.CCache:
         table_count=len(tables),
         rows=of.rows,
         capacity=of.positions,
-        bf16=of.keys.dtype == torch.bfloat16,
+        element=CACHE_ELEMENTS[of.dtype],
         adapter_of=of.adapter_of.data_ptr(),
     )
     if isinstance(of, StatefulCache):
@@ -66,7 +72,7 @@ def _kv_table(shape: KVHeads, layers: int, keys: PagedVectors, values: PagedVect
         layer_stride=keys.layer_stride,
         page_stride=keys.page_stride,
         head_stride=keys.head_stride,
-        position_stride=shape.dim,
+        position_stride=keys.memory.shape[-1],
         layers=layers,
         heads=shape.heads,
         dim=shape.dim,

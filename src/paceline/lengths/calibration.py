@@ -292,12 +292,16 @@ class Calibration:
     def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.
 
-        They have the target's adapters (if any) in turn, whose time is then in the table.
+        They have the target's adapters (if any) in turn, whose time is then in the table. Where the device drafts, the
+        texts' second halves repeat their first ones. N-gram drafts are then different tokens, as in real drafts: a
+        mixture of experts would route equal ones to the same experts.
         """
         names = () if self.target.adapters is None else self.target.adapters.names
         for row in range(rows if names else 0):
             self.target.set_adapter(row, names[row % len(names)])
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
+        if self.runner is not None:
+            draws[:, context - context // 2 :] = draws[:, : context // 2]
         params = replace(params, max_tokens=self.batch.positions)
         self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):

@@ -62,7 +62,7 @@ class AnyModel(Protocol):
     kv_heads: int
     head_dim: int
     max_positions: int  # the longest sequence the model was made for
-    dtype: torch.dtype  # of its keys and values
+    dtype: torch.dtype  # of its keys and values, unless a cache of another dtype is asked for
     device: torch.device
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -221,8 +221,9 @@ def is_paged(model: AnyModel) -> bool:
     return isinstance(model, Paged) and model.paged
 
 
-def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
-    """Allocate the keys and values of a model, and its recurrent states."""
-    sizes, paged = (kv_layers_of(model), rows, positions, model.dtype, model.device), is_paged(model)
+def cache_of(model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None = None) -> KVCache:
+    """Allocate the keys and values of a model, and its recurrent states. dtype: of keys and values; None: its own."""
+    sizes = kv_layers_of(model), rows, positions, model.dtype if dtype is None else dtype, model.device
+    paged = is_paged(model)
     shape = state_shape_of(model)
     return KVCache(*sizes, paged=paged) if shape is None else StatefulCache(shape, *sizes, paged=paged)

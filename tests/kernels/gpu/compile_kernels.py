@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
-does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel.
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
+--only and the name of a family, its kernels, whose lines a table then gets anew.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def between() -> dict[str, Used]:
                 shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
                 key = f"add_norm {element} W={width} centred={centred}"
                 found[key] = build(add_norm_kernel, shape, warps=warps_for(width), **types)
-        for activation in ACTIVATIONS:
+        for activation in (*ACTIVATIONS, "clamped_silu"):
             shape = {"ACTIVATION": activation, "BLOCK": 1024}
             found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)
     return found
@@ -334,7 +335,54 @@ def recurrent() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent]
+ROUTINGS = {  # experts, used, sigmoid, corrected, groups, used groups
+    "qwen3": (128, 8, False, False, 1, 1),
+    "gpt-oss": (32, 4, False, False, 1, 1),
+    "deepseek-v3": (256, 8, True, True, 8, 4),
+}
+
+
+def experts() -> dict[str, Used]:
+    from paceline.kernels.gpu import experts as mixture
+    from paceline.kernels.gpu.linear import CANDIDATES, most_registers
+
+    found = {}
+    types = {"scores": "*bf16", "correction": "*fp32", "factors": "*bf16", "weights": "*bf16", "chosen": "*i32"}
+    types |= dict.fromkeys(("scores_scale", "output_scale", "margin"), "fp32") | {"order": "*i32", "tiles": "*i32"}
+    for name, (count, used, sigmoid, corrected, groups, used_groups) in ROUTINGS.items():
+        shape = {
+            "EXPERTS": count, "EXPERTS_UP": count, "USED": used, "USED_UP": used, "SIGMOID": sigmoid,
+            "NORMALISED": True, "CORRECTED": corrected, "FACTORS": False, "MARGIN": False, "GROUPS": groups,
+            "USED_GROUPS": used_groups, "GROUP_BEST": 2, "GROUPS_UP": groups,
+        }  # fmt: skip
+        found[f"route {name}"] = build(mixture.route_kernel, shape, warps=1, **types)
+        for block in (32, 1024)[FEW:]:
+            ordering = {"EXPERTS_UP": 2 * count, "BLOCK_M": 16, "BLOCK": block}
+            found[f"order {name} pairs={block}"] = build(mixture.order_kernel, ordering, **types)
+        found[f"sum {name}"] = build(
+            mixture.sum_kernel, {"USED": used, "BLOCK": 1024}, parts="*bf16", weights="*bf16", out="*bf16"
+        )
+    cases = [("*bf16", "*bf16"), ("*i16", "*bf16"), ("*fp8e4nv", "*bf16")][: 1 if FEW else None]
+    for weight, element in cases:
+        if weight == "*fp8e4nv" and ARCH < 89:
+            continue
+        for block_m in mixture.PAIR_TILES[: 1 if FEW else None]:
+            tile = CANDIDATES[0].fitted(block_m, 1 + (weight == element), 2, LARGEST_SHARED[ARCH])
+            constants = {
+                "SHARED": 8, "SCALED": weight != element, "BIASED": False, "BLOCK_M": block_m,
+                "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+            }  # fmt: skip
+            options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+            name = "pairs of int8" if weight == "*i16" else weight
+            found[f"grouped {name} {element} pairs={block_m}"] = build(
+                mixture.grouped_kernel, constants, **options, **types, x=element, out=element, bias=element,
+                weight=weight,
+            )  # fmt: skip
+    return found
+
+
+FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent, experts]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each
@@ -351,8 +399,10 @@ A dash: the architecture has no instructions for the format (fp8 on sm_80).
 """
 
 
-def every_kernel() -> dict[str, Used]:
-    return {name: used for family in FAMILIES for name, used in family().items()}
+def every_kernel(only: str | None) -> dict[str, Used]:
+    """Compile the kernels of all families, or of one."""
+    families = [family for family in FAMILIES if only in (None, family.__name__)]
+    return {name: used for family in families for name, used in family().items()}
 
 
 def table(by_arch: dict[int, dict[str, Used]]) -> str:
@@ -365,6 +415,13 @@ def table(by_arch: dict[int, dict[str, Used]]) -> str:
     return HEAD + f"Triton {triton.__version__}. Each cell: registers / spilled / shared.\n\n" + "\n".join(lines) + "\n"
 
 
+def with_lines(page: str, newer: str) -> str:
+    """The page with the newer table's lines in place of those of the same kernels, or behind all."""
+    lines = {line.split("`")[1]: line for line in newer.splitlines() if line.startswith("| `")}
+    kept = [lines.pop(line.split("`")[1], line) if line.startswith("| `") else line for line in page.splitlines()]
+    return "\n".join([*kept, *lines.values()]) + "\n"
+
+
 def shown(used: Used | None) -> str:
     return "-" if used is None else f"{used.registers} / {used.spilled} / {used.shared}"
 
@@ -375,15 +432,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--few", action="store_true")
     size.add_argument("--all", action="store_true")
+    parser.add_argument("--only", choices=[family.__name__ for family in FAMILIES])
     parser.add_argument("--arch", default="90")
     parser.add_argument("--table", type=Path)
     asked = parser.parse_args(arguments)
     FEW, by_arch = asked.few, {}
     for ARCH in (int(arch) for arch in asked.arch.split(",")):
-        by_arch[ARCH] = every_kernel()
+        by_arch[ARCH] = every_kernel(asked.only)
         for name, used in by_arch[ARCH].items():
             print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
-    if asked.table:
+    if asked.table and asked.only:
+        asked.table.write_text(with_lines(asked.table.read_text(), table(by_arch)))
+    elif asked.table:
         asked.table.write_text(table(by_arch))
 
 

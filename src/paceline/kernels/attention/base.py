@@ -115,7 +115,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
-        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V]."""
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
+
+        Caches of 8 bits have stored vectors (``core.eight_bits``), which are wider than D and V.
+        """
         ...
 
 
@@ -134,6 +137,21 @@ class AttendAgain(Protocol):
 
     def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention of q [B, H, L, D] over what this forward pass has written to the cache's layer -> [B, H, L, V]."""
+        ...
+
+
+@runtime_checkable
+class HasCache(Protocol):
+    """An ``Attend`` whose cache can be used without attention. P positions of the cache."""
+
+    plan: Plan
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new k [B, G, L, D] and v [B, G, L, V] of the cache's layer."""
+        ...
+
+    def stored(self, layer: int) -> Tensor:
+        """Return the keys [B, G, P, D] of the pass's rows in the cache's layer."""
         ...
 
 

@@ -29,8 +29,16 @@ class CachedAttend:
         return self._indices[table]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
-        self.cache.write(layer, self._index(layer), k, v)
+        self.write(layer, k, v)
         return self.again(layer, q, terms)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new keys and values of a layer."""
+        self.cache.write(layer, self._index(layer), k, v)
+
+    def stored(self, layer: int) -> Tensor:
+        """Return the keys of the pass's rows, [B, heads, positions, dim]."""
+        return self.rows.of(self.cache.layer(layer)[0])
 
     def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""

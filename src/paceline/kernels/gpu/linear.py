@@ -72,6 +72,73 @@ def _finished(sums: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit
+def tile_sums(
+    x_line: tl.tensor,
+    is_row: tl.tensor,
+    weight: tl.tensor,
+    line: tl.tensor,
+    is_output: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    inputs: tl.tensor,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDENING: tl.constexpr,
+    MAJOR: tl.constexpr,
+) -> tl.tensor:
+    """Return the products [BLOCK_N, BLOCK_M], float32, of lines of the weights and rows of x, from input start to stop.
+
+    x_line: where the rows begin [BLOCK_M]. line: numbers of the weights' lines [BLOCK_N]. is_row, is_output: which of
+        them there are; the others give zeros. WIDENING, MAJOR: see ``linear_kernel``.
+    """
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if WIDENING == "single":
+        weight_line = weight + line.to(tl.int64)[:, None] * inputs
+        for first in range(start, stop, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            w = tl.load(weight_line + k[None, :], mask=is_output[:, None] & (k < stop)[None, :], other=0.0)
+            a = tl.load(x_line[None, :] + k[:, None], mask=is_row[None, :] & (k < stop)[:, None], other=0.0)
+            sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+            if SCALED and MAJOR == 9:
+                sums = _finished(sums)
+    else:
+        high_sums = sums
+        weight_line = weight + line.to(tl.int64)[:, None] * (tl.cdiv(inputs, _GROUP) * (_GROUP // 2))
+        pair = tl.arange(0, BLOCK_K // 2)
+        low = pair // (_GROUP // 2) * _GROUP + pair % (_GROUP // 2)
+        for first in range(start, stop, BLOCK_K):
+            k = first + low
+            w_place = weight_line + (first // 2 + pair)[None, :]
+            w = tl.load(w_place, mask=is_output[:, None] & (k < stop)[None, :], other=0)
+            x_place = x_line[None, :] + k[:, None]
+            a = tl.load(x_place, mask=is_row[None, :] & (k < stop)[:, None], other=0.0)
+            further = is_row[None, :] & (k + _GROUP // 2 < stop)[:, None]
+            b = tl.load(x_place + _GROUP // 2, mask=further, other=0.0)
+            if WIDENING == "bf16":
+                w_low, w_high = tl.inline_asm_elementwise(
+                    _TO_BF16, "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                )
+            elif WIDENING == "fp16":
+                w_low, w_high = tl.inline_asm_elementwise(
+                    _TO_FP16, "=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+                )
+            else:
+                w_low, w_high = ((w << 8) >> 8).to(tl.int16).to(a.dtype), (w >> 8).to(a.dtype)
+            sums += tl.dot(w_low, a, input_precision="ieee")
+            if MAJOR >= 10:
+                high_sums += tl.dot(w_high, b, input_precision="ieee")
+            else:
+                sums += tl.dot(w_high, b, input_precision="ieee")
+            if MAJOR == 9:
+                sums = _finished(sums)
+        if MAJOR >= 10:
+            sums += high_sums
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows", "parts"])  # one compiled kernel per tile serves any number of them
 def linear_kernel(
     x: tl.tensor,
@@ -112,49 +179,10 @@ def linear_kernel(
         share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), parts) * BLOCK_K
         start = part * share
         stop = tl.minimum(start + share, inputs)
-    x_line = x + m.to(tl.int64)[None, :] * x_stride
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if WIDENING == "single":
-        weight_line = weight + n.to(tl.int64)[:, None] * inputs
-        for first in range(start, stop, BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            w = tl.load(weight_line + k[None, :], mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0.0)
-            a = tl.load(x_line + k[:, None], mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
-            sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
-            if SCALED and MAJOR == 9:
-                sums = _finished(sums)
-    else:
-        high_sums = sums
-        weight_line = weight + n.to(tl.int64)[:, None] * (tl.cdiv(inputs, _GROUP) * (_GROUP // 2))
-        pair = tl.arange(0, BLOCK_K // 2)
-        low = pair // (_GROUP // 2) * _GROUP + pair % (_GROUP // 2)
-        for first in range(start, stop, BLOCK_K):
-            k = first + low
-            w_place = weight_line + (first // 2 + pair)[None, :]
-            w = tl.load(w_place, mask=(n < outputs)[:, None] & (k < stop)[None, :], other=0)
-            x_place = x_line + k[:, None]
-            a = tl.load(x_place, mask=(m < rows)[None, :] & (k < stop)[:, None], other=0.0)
-            further = (m < rows)[None, :] & (k + _GROUP // 2 < stop)[:, None]
-            b = tl.load(x_place + _GROUP // 2, mask=further, other=0.0)
-            if WIDENING == "bf16":
-                w_low, w_high = tl.inline_asm_elementwise(
-                    _TO_BF16, "=r,=r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-                )
-            elif WIDENING == "fp16":
-                w_low, w_high = tl.inline_asm_elementwise(
-                    _TO_FP16, "=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-                )
-            else:
-                w_low, w_high = ((w << 8) >> 8).to(tl.int16).to(a.dtype), (w >> 8).to(a.dtype)
-            sums += tl.dot(w_low, a, input_precision="ieee")
-            if MAJOR >= 10:
-                high_sums += tl.dot(w_high, b, input_precision="ieee")
-            else:
-                sums += tl.dot(w_high, b, input_precision="ieee")
-            if MAJOR == 9:
-                sums = _finished(sums)
-        if MAJOR >= 10:
-            sums += high_sums
+    sums = tile_sums(
+        x + m.to(tl.int64) * x_stride, m < rows, weight, n, n < outputs, start, stop, inputs,
+        SCALED, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
+    )  # fmt: skip
 
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
@@ -240,6 +268,15 @@ class Quantized:
     values: Tensor
     scales: Tensor | None
     inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and their scales."""
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def lines(self, lines: slice) -> Quantized:
+        """The weights of some of the outputs."""
+        return Quantized(self.values[lines], None if self.scales is None else self.scales[lines], self.inputs)
 
     def unscaled(self, dtype: torch.dtype) -> Tensor:
         """The quantised numbers [N, K]."""
@@ -477,16 +514,21 @@ def _probe(x: Tensor, shape: Shape) -> Tensor:
 
 
 def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile, expected: Tensor) -> bool:
-    """Whether the tile's product of x [M, K] equals ``expected`` [M, N], torch's, but for rounding. Warns if not.
+    """Whether the tile's product of x [M, K] equals ``expected`` [M, N], torch's, but for rounding. Warns if not."""
+    shape = f"{x.shape[0]} x {x.shape[1]} by {len(layer.weight.values)}"
+    return is_close(layer.run(x, tile), expected, f"{shape}, {tile}")
+
+
+def is_close(product: Tensor, expected: Tensor, shape: str) -> bool:
+    """Whether a kernel's product equals torch's but for rounding. Warns if not. shape: for the message.
 
     An error counts relative to the number and to the root mean square of all, because sums may cancel.
     """
-    found, wanted = layer.run(x, tile).float(), expected.float()
+    found, wanted = product.float(), expected.float()
     size = wanted.abs() + wanted.square().mean().sqrt()
     if bool(((found - wanted).abs() <= _TOLERANCE * size).all()):
         return True
-    shape = f"{x.shape[0]} x {x.shape[1]} by {len(layer.weight.values)}"
-    log.warning("a GPU kernel computes wrong products on this GPU and is not used (%s, %s)", shape, tile)
+    log.warning("a GPU kernel computes wrong products on this GPU and is not used (%s)", shape)
     return False
 
 

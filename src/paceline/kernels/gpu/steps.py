@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch.nn import functional
 
 from paceline.core.recurrent_state import RowsPass
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.experts import Mixture, run_experts
 from paceline.kernels.gpu.launch import why_not
-from paceline.kernels.gpu.state import Norm
+from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
 from paceline.kernels.recurrent import run_rows
 from paceline.kernels.spec import RecurrentMixer
+
+if TYPE_CHECKING:
+    from paceline.kernels.gpu.experts import GroupedProducts
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -46,9 +51,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_CLAMPED_LIMIT, _CLAMPED_SLOPE = 7.0, 1.702  # gpt-oss
-
-
 def gate(gate_up: Tensor, activation: str) -> Tensor:
     """[N, 2 I], gates first -> activation(gate) * up, [N, I].
 
@@ -56,8 +58,8 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     """
     gates, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_silu":
-        gates, up = gates.clamp(max=_CLAMPED_LIMIT), up.clamp(-_CLAMPED_LIMIT, _CLAMPED_LIMIT)
-        return gates * (gates * _CLAMPED_SLOPE).sigmoid() * (up + 1)
+        gates, up = gates.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gates * (gates * CLAMPED_SLOPE).sigmoid() * (up + 1)
     return ACTIVATIONS[activation](gates).mul_(up)
 
 
@@ -70,6 +72,10 @@ class LayerSteps(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[N, 2 I], gates first -> activation(gate) * up, [N, I]."""
+        ...
+
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts: x [N, W], scores [N, E] -> [N, W]."""
         ...
 
     def recurrent(
@@ -85,6 +91,11 @@ class LayerSteps(Protocol):
         """Whether ``recurrent`` is a few launches, however many tokens there are."""
         ...
 
+    @property
+    def groups_experts(self) -> bool:
+        """Whether ``experts`` is a few launches, and the host waits for none."""
+        ...
+
 
 class TorchSteps:
     """Plain torch: two launches per operation on a device."""
@@ -96,6 +107,10 @@ class TorchSteps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return gate(gate_up, activation)
 
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        weights, chosen = mixture.route(scores, x.dtype)
+        return run_experts(x, weights, chosen, mixture, lambda inner: between(self, inner, mixture))
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -104,6 +119,10 @@ class TorchSteps:
         return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
 
     def has_kernel(self, mixer: RecurrentMixer) -> bool:
+        return False
+
+    @property
+    def groups_experts(self) -> bool:
         return False
 
 
@@ -116,10 +135,18 @@ class TritonSteps:
         return add_norm(x, added, norm)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        from paceline.kernels.gpu.elementwise import gate as by_triton
+        from paceline.kernels.gpu.elementwise import gate
 
-        run = by_triton if activation in ACTIVATIONS else gate
-        return run(gate_up, activation)
+        return gate(gate_up, activation)
+
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        return self._experts(x, scores, mixture, lambda inner: between(self, inner, mixture))
+
+    @cached_property
+    def _experts(self) -> GroupedProducts:
+        from paceline.kernels.gpu.experts import GroupedProducts
+
+        return GroupedProducts()
 
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
@@ -133,6 +160,15 @@ class TritonSteps:
 
     def has_kernel(self, mixer: RecurrentMixer) -> bool:
         return isinstance(mixer, DeltaNet)
+
+    @property
+    def groups_experts(self) -> bool:
+        return True
+
+
+def between(steps: LayerSteps, x: Tensor, mixture: Mixture) -> Tensor:
+    """Return what lies between an expert's matrices: x [N, 2 I], gates first, or [N, I] -> [N, I]."""
+    return steps.gate(x, mixture.activation) if mixture.gated else ACTIVATIONS[mixture.activation](x)
 
 
 def steps_for(device: torch.device) -> LayerSteps:

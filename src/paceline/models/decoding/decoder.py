@@ -25,16 +25,22 @@ class Decoder(CachedRows):
     """Runs a model over the rows of a batch, each at its own position. B rows, L tokens per row, V vocabulary.
 
     backend: attention backend; not used by a FlatModel, which runs its own attention.
-    rows, positions: see ``CachedRows``.
+    rows, positions, kv_dtype: see ``CachedRows``.
     vocab_size: vocabulary of the batch, if the model's head is padded to another size.
     passes: runs its forward passes.
     adapters: the adapters that the model was loaded with; None for most models.
     """
 
     def __init__(
-        self, model: AnyModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: AnyModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, rows, positions)
+        super().__init__(model, rows, positions, kv_dtype)
         self.model = model
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.backend = backend

@@ -13,22 +13,47 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paceline.models.description.spec import AttentionSpec, Rotary, check
 
+UNLIMITED = 1 << 17  # tokens, of models whose configuration gives no longest sequence: ALiBi or recurrent ones
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+
+
+def configured_length(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence as a configuration gives it, in tokens; None if it gives none."""
+    lengths = (getattr(config, name, None) for name in _LENGTHS)
+    return next((int(length) for length in lengths if length), None)
+
 
 def longest_sequence(config: PretrainedConfig) -> int:
     """Return the longest sequence, in tokens, for which the rotary frequencies do not depend on its length.
 
     With longrope they change beyond the original length. The result of a row would then depend on the other rows of
     its batch, so longer sequences are not allowed. Nor are they where queries grow with the position (Llama 4's
-    scaling), which begins at the original length. With yarn it is at least the original length times the factor:
+    scaling), which begins at the original length. With chunked attention (Llama 4) texts end with their first chunk, in
+    which it is full attention. With yarn it is at least the original length times the factor:
     model cards add yarn to configurations whose ``max_position_embeddings`` is that of the model without it.
     """
-    longest = int(config.max_position_embeddings)
+    longest = configured_length(config) or UNLIMITED
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         longest = max(longest, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        longest = min(longest, int(config.attention_chunk_size))
     if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
         return min(longest, int(rope["original_max_position_embeddings"]))
     return longest
+
+
+def why_shorter(config: PretrainedConfig) -> str:
+    """Return why the longest sequence is shorter than the configured one, after "beyond that, "."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return (
+            "its rotary frequencies (longrope) depend on the longest text of a batch, so a row's answer would depend "
+            "on other rows"
+        )
+    if rope.get("llama_4_scaling_beta"):
+        return "its queries grow with the position, which is not computed"
+    return "its attention is in chunks, of which only the first is computed"
 
 
 def head_dim(config: PretrainedConfig) -> int:

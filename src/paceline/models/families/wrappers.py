@@ -15,7 +15,17 @@ WRAPPERS = frozenset(
     {
         *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "granite4_vision", "idefics3", "internvl", "lfm2_vl"),
         "kimi_k25",
-        *("llava", "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "mistral3", "qwen2_vl", "qwen2_5_vl"),
+        *(
+            "llava",
+            "llava_next",
+            "llava_onevision",
+            "minicpm_ocr",
+            "minicpmv4_6",
+            "minicpmv4_7",
+            "mistral3",
+            "qwen2_vl",
+            "qwen2_5_vl",
+        ),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
         *("got_ocr2", "lighton_ocr", "ovis2", "video_llama_3", "video_llava", "vipllava", "llava_next_video", "aria"),
         *("idefics2", "janus", "deepseek_vl", "deepseek_vl_hybrid", "pp_chart2table", "moss_transcribe_diarize"),

@@ -27,7 +27,7 @@ from pathlib import Path
 from paceline.config.aliases import ALIASES, full_name
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models.files.gguf_names import gguf_in, parts
-from paceline.models.files.json_files import read_object
+from paceline.models.files.json_files import MODELOPT_FILE, read_object
 from paceline.progress import Bar
 
 # @: a branch, tag or commit. After a colon: the type of a GGUF file, such as Q4_K_M.
@@ -35,7 +35,10 @@ HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<type>\w[\w-]*))?(@(?P<revision>[A-Za-z0-9][\w./-]*))?"
 )
 POOLING_FILE = "1_Pooling/config.json"  # of sentence-transformers
-HUB_FILES = ("config.json", "generation_config.json", POOLING_FILE, "*.safetensors", "*.safetensors.index.json")
+HUB_FILES = (
+    *("config.json", MODELOPT_FILE, "generation_config.json", POOLING_FILE),
+    *("*.safetensors", "*.safetensors.index.json"),
+)
 HUB_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 _MODEL_FILES = (*HUB_FILES, *HUB_TOKENIZER_FILES)
 _SECOND_COPIES = ("*/*.safetensors", "consolidated*")  # of the weights, in the form of their maker's own programs

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.errors import ModelFormatError
 
 FETCH_AGAIN = "fetch it again and compare its size"
+MODELOPT_FILE = "hf_quant_config.json"  # how a model is quantised, from modelopt's older versions
 LARGEST = 64 << 20  # bytes of a file; the index of a model with 100 000 tensors has about ten million
 
 # Fields from which libraries allocate lists and tensors before they are compared with the weights, and the largest

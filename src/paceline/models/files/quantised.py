@@ -1,7 +1,7 @@
 """Quantised safetensors checkpoints: what ``quantization_config`` says, and the matrices that its tensors are.
 
-Read are compressed-tensors (4 and 8 bits, float8, MXFP4), GPTQ, AWQ, AutoRound, float8 with a scale per block or per
-matrix, and MXFP4. Others are refused by name.
+Read are compressed-tensors (4 and 8 bits, float8, MXFP4, NVFP4), GPTQ, AWQ, AutoRound, modelopt (float8, NVFP4), float8
+with a scale per block or per matrix, and MXFP4. Others are refused by name.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import Any
 
 from paceline.errors import ModelFormatError
 from paceline.models.files.boundary import brief
+from paceline.models.files.json_files import MODELOPT_FILE, read_object
 from paceline.models.files.quantised_tensors import (
     AWQTensor,
     CompressedTensor,
     GPTQTensor,
     GroupedTensor,
     MXFP4Tensor,
+    NVFP4Tensor,
     Parts,
     SafeTensor,
     ScaledTensor,
 )
 from paceline.models.files.safetensors import FileTensor
 
-Matrix = GroupedTensor | ScaledTensor | MXFP4Tensor
+Matrix = GroupedTensor | ScaledTensor | MXFP4Tensor | NVFP4Tensor
 
-READ = "compressed-tensors, GPTQ, AWQ, AutoRound, float8 or MXFP4"
+READ = "compressed-tensors, GPTQ, AWQ, AutoRound, modelopt, float8 or MXFP4"
 INSTEAD = f"use the model's original weights with quantization='int8' or 'int4', or a version of it in {READ}"
 
 # Scales of activations and of the KV cache: ours are rounded by the kernels, row by row, or not at all.
@@ -54,9 +56,12 @@ class Scheme:
 def scheme_of(configuration: Mapping[str, Any], where: Path) -> Scheme | None:
     """Return the scheme of a model's config.json; None if the model is not quantised.
 
+    where: the model's directory. Older versions of modelopt tell the scheme in a file of their own beside config.json.
     Raises ModelFormatError for a scheme that is not read.
     """
     said = configuration.get("quantization_config", configuration.get("compression_config"))
+    if said is None and (other := read_object(where / MODELOPT_FILE)):
+        said = {"quant_method": "modelopt", **other}
     if said is None and configuration.get("quantization") is not None:
         said = {"quant_method": "mlx"}
     if said is None:
@@ -107,7 +112,7 @@ def _joint(scheme: Scheme) -> str:
 
 def _is_quantised(stem: str, stored: Mapping[str, FileTensor], scheme: Scheme) -> bool:
     """Whether a matrix is quantised. Where it has the name of a plain one, its dtype tells."""
-    return scheme.mark != ".weight" or stored[stem + scheme.mark].dtype in ("I8", "F8_E4M3", "F8_E5M2")
+    return scheme.mark != ".weight" or stored[stem + scheme.mark].dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2")
 
 
 # Methods: quantization_config -> scheme
@@ -201,11 +206,37 @@ def _compressed(kind: str, weights: Mapping[str, Any]) -> Scheme:
     if kind == "mxfp4-pack-quantized":
         make = partial(MXFP4Tensor, values="weight_packed", scales="weight_scale")
         return Scheme(f"{name} MXFP4", ".weight_packed", frozenset(packed), make)
+    if kind == "nvfp4-pack-quantized":
+        suffixes = frozenset(packed | {"weight_global_scale"})
+        make_nvfp4 = partial(NVFP4Tensor, values="weight_packed", of_all="weight_global_scale", divides=True)
+        return Scheme(f"{name} NVFP4", ".weight_packed", suffixes, make_nvfp4)
     if kind in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         block = _block(weights.get("block_structure")) if weights.get("strategy") == "block" else None
         suffixes = frozenset({"weight", "weight_scale", "weight_zero_point"})
         return Scheme(name, ".weight", suffixes, partial(ScaledTensor, scale="weight_scale", block=block))
     raise _NotReadError(f"the format {brief(kind, 40)!r} of {bits} bits")
+
+
+_MODELOPT_READ = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"})
+
+
+def _modelopt(said: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of modelopt: matrices of float8 and of NVFP4, which may lie in one checkpoint."""
+    inner = said.get("quantization")
+    settings = inner if isinstance(inner, dict) else said
+    layers = settings.get("quantized_layers")
+    algorithms = {settings.get("quant_algo")}
+    if algorithms == {"MIXED_PRECISION"} and isinstance(layers, dict) and layers:
+        algorithms = {layer.get("quant_algo") if isinstance(layer, dict) else None for layer in layers.values()}
+    for other in sorted(map(str, algorithms - _MODELOPT_READ)):
+        raise _NotReadError(f"quant_algo={brief(repr(other), 40)}")
+    return Scheme("modelopt", ".weight", frozenset({"weight", "weight_scale", "weight_scale_2"}), _modelopt_matrix)
+
+
+def _modelopt_matrix(parts: Parts) -> Matrix:
+    if parts.tensors["weight"].dtype == "U8":
+        return NVFP4Tensor(parts, "weight", "weight_scale_2", divides=False)
+    return ScaledTensor(parts, "weight_scale", block=None)
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -214,5 +245,6 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
     "auto-round": _auto_round,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": lambda _: _MXFP4,
 }

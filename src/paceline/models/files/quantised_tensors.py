@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, Weight
+from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, Weight, fp4_numbers, fp4_values
 
 _ROWS_AT_ONCE = 1 << 20  # numbers of a matrix that are dequantised at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class SafeTensor(Protocol):
@@ -331,12 +329,49 @@ class _MXFP4Matrix:
         return None
 
 
+class NVFP4Tensor:
+    """Numbers of 4 bits (float) in blocks of 16 with a float8 scale each, and one float32 scale of the matrix.
+
+    values: suffix of the bytes, uint8 [O, I / 2]; their scales are in weight_scale [O, I / 16]. of_all: suffix of the
+    matrix's scale; compressed-tensors divides by it (divides), modelopt multiplies.
+    """
+
+    stored_as = "NVFP4"
+
+    def __init__(self, parts: Parts, values: str, of_all: str, *, divides: bool) -> None:
+        stored, by = parts.need(values, "U8"), parts.need("weight_scale", "F8_E4M3")
+        parts.check(stored.shape == (by.shape[0], by.shape[1] * 8), values, f"{(by.shape[0], by.shape[1] * 8)} of U8")
+        parts.need_all([of_all])
+        whole = parts.tensors[of_all]
+        parts.check(whole.shape in ((), (1,)) and whole.dtype == "F32", of_all, "one float32")
+        self.parts, self._values, self._of_all, self._divides = parts, values, of_all, divides
+        self.shape: tuple[int, int] = (by.shape[0], by.shape[1] * 16)
+
+    def unpack_into(self, destination: Tensor) -> None:
+        """Dequantise into ``destination`` [O, I], a few rows at a time."""
+        values, scales, whole = (
+            self.parts.tensors[name].load() for name in (self._values, "weight_scale", self._of_all)
+        )
+        factors = scales.float() / whole if self._divides else scales.float() * whole
+        step = max(1, _ROWS_AT_ONCE // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            rows = slice(first, first + step)
+            blocks = fp4_values(_halves(values[rows])).view(-1, self.shape[1] // 16, 16)
+            destination[rows].copy_((blocks * factors[rows, :, None]).flatten(1))
+
+    def codes(self, to: Format) -> Weight | None:
+        """Return None: no format has scales for 16 of these numbers."""
+        return None
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """uint8 [O, I / 2], the first of two codes in the low half -> uint8 [O, I / 2, 2]."""
+    return torch.stack((packed & 15, packed >> 4), -1)
+
+
 def _mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
     """packed uint8 [O, I / 2], the first of two numbers in the low half; exponents uint8 [O, I / 32] -> [O, I]."""
-    table = torch.tensor([*_FP4, *(-number for number in _FP4)])
-    numbers = table[torch.stack((packed & 15, packed >> 4), -1).long()].view(*exponents.shape, 32)
-    numbers[exponents == _E8M0_NAN] = torch.nan
-    return torch.ldexp(numbers, exponents.int()[..., None] - _E8M0_BIAS).flatten(1)
+    return fp4_numbers(_halves(packed).view(*exponents.shape, 32), exponents[..., None]).flatten(1)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

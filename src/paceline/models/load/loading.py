@@ -20,7 +20,7 @@ from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.families import FAMILIES, describe, family_of, gguf_config, names_of
-from paceline.models.families.rotary import longest_sequence
+from paceline.models.families.rotary import configured_length, longest_sequence, why_shorter
 from paceline.models.files.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.files.boundary import Source as Source
 from paceline.models.files.gguf import GGUFFile
@@ -71,11 +71,20 @@ def in_torch(source: ResolvedSource, checkpoint: Checkpoint | None, dtype: torch
 
 def _in_transformers(source: ResolvedSource, dtype: torch.dtype, device: torch.device) -> Model:
     from paceline.models.torch.huggingface import HuggingFaceModel  # importing it takes as long as importing torch
+    from paceline.models.torch.pretrained import load_pretrained
+    from paceline.models.torch.whole_texts import WholeTextModel
 
     if not is_loaded(source):
-        return HuggingFaceModel.from_directory(source, dtype=dtype, device=device)
-    fits = source.dtype == dtype and source.device == device
-    return HuggingFaceModel(source if fits else copy.deepcopy(source).to(device=device, dtype=dtype))
+        model = load_pretrained(source, dtype=dtype, device=device)
+    elif source.dtype == dtype and source.device == device:
+        model = source
+    else:
+        model = copy.deepcopy(source).to(device=device, dtype=dtype)
+    try:
+        return HuggingFaceModel(model)
+    except ModelFormatError as error:
+        reason = str(error).removeprefix(f"{name_of(model)} cannot be run: ")
+    return WholeTextModel(model, reason)
 
 
 @reads_model
@@ -235,20 +244,19 @@ def max_positions(source: ResolvedSource) -> int:
 def check_source(source: ResolvedSource, max_model_len: int | None) -> None:
     """Check a source before its large files are read.
 
-    Raises ModelFormatError for a directory without a model, and ParameterError if ``max_model_len`` tokens are more
-    than the rotary frequencies stay the same for (longrope).
+    Raises ModelFormatError for a directory without a model, and ParameterError if ``max_model_len`` is more than
+    ``longest_sequence``.
     """
     if not is_loaded(source) and source.is_file():
         return
     config = (source.config if is_loaded(source) else _directory_config(source)).get_text_config()
-    configured = getattr(config, "max_position_embeddings", None)
+    configured = configured_length(config)
     if max_model_len is None or configured is None or longest_sequence(config) == configured:
         return
     if longest_sequence(config) < max_model_len <= configured:
         allowed = (
             f"at most {longest_sequence(config)} with {name_of(source)} (configured for {configured}): beyond that, "
-            "its rotary frequencies (longrope) depend on the longest text of a batch, so a row's answer would depend "
-            "on other rows"
+            f"{why_shorter(config)}"
         )
         raise ParameterError("max_model_len", max_model_len, allowed)
 

@@ -144,8 +144,8 @@ def _in_triton(checkpoint: Checkpoint | None, name: str, options: ModelOptions) 
 def _check_triton(spec: DecoderSpec, name: str, field: str, value: object, options: ModelOptions) -> None:
     """Raise ParameterError for ``field`` or "deterministic" if Triton's matrix products cannot run the model."""
     device, quantization = options.device, options.quantization
-    if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
-        raise ParameterError(field, value, f"not possible yet: {name} is a mixture of experts")
+    if options.deterministic and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
+        raise ParameterError("deterministic", True, f"not possible yet: {name} is a mixture of experts")
     if options.deterministic and spec.recurrent:
         raise ParameterError("deterministic", True, f"not possible yet: {name} has recurrent layers")
     if options.deterministic and spec.embed_width != spec.width:

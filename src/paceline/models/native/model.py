@@ -249,8 +249,8 @@ def _check_cache(cache: KVCache, model: NativeModel) -> None:
     found = [cache.shapes[table] for table, _ in cache.places]
     if found != list(model.kv_layers):
         raise ParameterError("cache", _in_words(found), _in_words(model.kv_layers))
-    if cache.keys.dtype not in (torch.float32, torch.bfloat16):
-        raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")
+    if cache.dtype not in structs.CACHE_ELEMENTS:
+        raise ParameterError("cache", cache.dtype, "float32, bfloat16 or int8")
 
 
 def _in_words(layers: Sequence[KVHeads]) -> str:

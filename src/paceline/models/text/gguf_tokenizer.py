@@ -26,12 +26,13 @@ _LONGEST_TOKEN = 128  # characters; longer ones, which no real vocabulary has, a
 class Splitting:
     """Settings of a pre-tokenizer, which splits text into words before byte pairs are merged.
 
-    pattern: regular expression of a word; None: GPT-2's. digits: every digit is a word of its own.
+    patterns: regular expressions of words; each splits what those before it left between their words. None: GPT-2's.
+    digits: every digit is a word of its own.
     nfc: apply Unicode normalisation NFC first. ignore_merges: a word that is a token is not split.
     bos: whether a text begins with the BOS token, if the file does not specify it.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     digits: bool = False
     nfc: bool = False
     ignore_merges: bool = False
@@ -39,44 +40,88 @@ class Splitting:
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*"
-_CONTRACTED = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+_WORD = rf"{_BEFORE}\p{{L}}+"
+_LINES, _SPACES = r"\s*[\r\n]+", r"\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def _cased(end: str = "", less: str = "") -> str:
+    """Words that end where capitals begin. end: behind a word. less: what their letters are not."""
+    upper, lower = f"[{_UPPER}{less}]", f"[{_LOWER}{less}]"
+    return f"{_BEFORE}{upper}*{lower}+{end}|{_BEFORE}{upper}+{lower}*{end}"
+
+
+_NOT_HAN = r"&&[^\p{Han}]"
+_HAN_KANA = "[一-龥\u3040-ゟ゠-ヿ]+"
+_ASIAN = "[一-龥\u0800-一가-\ud7ff]+"
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}|{_SPACES}"
+)
 
 _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
-_GPT4 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}")
+_GPT4 = Splitting((rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_SPACES}",))
 _LLAMA3 = replace(_GPT4, ignore_merges=True, bos=True)
-_QWEN2 = Splitting(rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}", nfc=True)
+_DIGIT_WORDS = Splitting((rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}|{_SPACES}",))
+_QWEN2 = replace(_DIGIT_WORDS, nfc=True)
 _QWEN35 = Splitting(
-    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    (rf"{_CONTRACTION}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}|{_SPACES}",),
     nfc=True,
 )
-_TEKKEN = Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", ignore_merges=True, bos=True)
-_O200K = Splitting(rf"{_CONTRACTED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}")
+_TEKKEN = Splitting(
+    (rf"{_cased()}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}",), ignore_merges=True, bos=True
+)
+_O200K_PATTERN = rf"{_cased(f'{_CONTRACTION}?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
+_O200K = Splitting((_O200K_PATTERN,))
+_DEEPSEEK3 = Splitting((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK))
+_BAILING = Splitting(
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
+)
+_LETTERS = rf"{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"  # words that are joined by single spaces, too
+_EXAONE_MOE = rf"{_CONTRACTION}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}"
 
 SPLITTINGS: dict[str, Splitting] = {
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "exaone4": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "dbrx": _GPT4,
-    "smaug-bpe": _GPT4,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "qwen2": _QWEN2,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mellum", "trillion", "gigachat", "a.x-4.0"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "minerva-7b", "mellum2"), _DIGITS),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _GPT4),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA3
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _DIGIT_WORDS),
     "qwen35": _QWEN35,
-    "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
+    "deepseek-llm": Splitting(
+        (r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _ASIAN, r"\p{N}")
+    ),
+    "deepseek-coder": Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
+    "kimi-k2": Splitting(
+        (rf"\p{{Han}}+|{_cased(f'{_CONTRACTION}?', _NOT_HAN)}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|{_SPACES}",)
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K_PATTERN))),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    "seed-coder": Splitting((rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}|{_SPACES}",)),
+    "exaone-moe": Splitting((_EXAONE_MOE,)),
+    "jais-2": Splitting(
+        (
+            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}|"
+            + "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+            + r"|\s",
+        )
+    ),
+    "youtu": Splitting(
+        (
+            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_KANA,
+            rf"{_cased(f'{_CONTRACTION}?')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}",
+        ),
+        ignore_merges=True,
+    ),
+    "laguna": Splitting((r"[^\n]+|[\n]+", *_DIGIT_WORDS.patterns)),
 }
 _KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}  # behind them, where other control tokens strip it: as in llama.cpp
 BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}  # for old files without tokenizer.ggml.pre
@@ -213,7 +258,6 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _pre_tokenizer(splitting: Splitting) -> Any:
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
-    if splitting.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.patterns))
     return pre_tokenizers.Sequence(steps)

@@ -10,42 +10,42 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.slots import Slots
-from paceline.errors import ModelFormatError, PacelineError
+from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import PLAIN, Attend, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.models.base import HiddenStates, check_taps
 from paceline.models.families.rotary import longest_sequence
-from paceline.models.files.boundary import brief, name_of, reading
+from paceline.models.files.boundary import name_of
+from paceline.models.torch.pretrained import (
+    CHECK_LENGTH,
+    TOLERANCE,
+    attempt,
+    bytes_of,
+    check_causal,
+    check_tokens,
+    decoder_and_head,
+    distance,
+    logits_of,
+    own_logits,
+    refuse_unless,
+    shared_copy,
+)
 
 ATTENTION = "paceline"  # there is no mask function of this name, so transformers builds no masks
-CHECK_LENGTH = 12  # tokens per row of the checks
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative to the norm of the logits
-SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-# Largest relative change of earlier logits by later tokens in float32. Rounding is below it; BERTs have 4e-4 and more.
-LEAK = 1e-5
+# Chunks are as long as the longest sequence (``longest_sequence``), and attention within one is full.
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 def _attention(
@@ -78,27 +78,6 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-@dataclass
-class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output in which every other attribute is None, whatever the head reads."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _Echo(nn.Module):
-    """Replaces the decoder and returns its input, so that the model computes logits of given hidden states."""
-
-    @property
-    def decoder(self) -> _Echo:
-        """The decoder within a wrapper, as models have it whose classes are also those of encoders."""
-        return self
-
-    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _Hidden:
-        return _Hidden(last_hidden_state=inputs_embeds)
-
-
 class _Probe:
     """An ``attend`` that records the heads and windows of its calls and returns zeros."""
 
@@ -129,62 +108,15 @@ class HuggingFaceModel:
         self.name = name_of(model)
         self.vocab_size = int(config.vocab_size)
         self.dtype, self.device = model.dtype, model.device
-        check_layers(self.name, config)
-        self._refuse_unless(hasattr(config, "max_position_embeddings"), "its configuration gives no longest sequence")
+        check_layers(model, config)
         self.max_positions = longest_sequence(config)
-        self._decoder, self._head = self._wire(model)
-        probe = self._probe()
+        self._decoder, self._head = _wired(model)
+        probe = self._probe(model)
         self.layers = len(probe.layers)
         self.kv_layers = [probe.heads[layer] for layer in range(self.layers)]
         self.kv_heads, self.head_dim, *_ = self.kv_layers[0]
         self._check_windows(config, probe)
         self._check_logits(model)
-
-    @classmethod
-    def from_directory(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> HuggingFaceModel:
-        """Load the model of a directory with safetensors files.
-
-        Raises ModelFormatError if a file is damaged, a weight is missing or unexpected, or the model cannot be run.
-        """
-        if (path / "adapter_config.json").exists():
-            raise ModelFormatError(
-                f"{path}: adapter_config.json lies beside the model, and transformers would apply it. Move it away "
-                "if it is merged; else give its own directory in adapters"
-            )
-        with reading(path, "cannot be loaded by transformers"):
-            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-            check_layers(str(path), config.get_text_config())
-            model, info = _auto_class(config, path).from_pretrained(
-                str(path),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        problems = [f"{kind}: {name}" for kind, names in info.items() for name in list(names)[:4]]
-        if problems:
-            raise ModelFormatError(f"{path}: the weights do not fit the configuration ({brief('; '.join(problems))})")
-        return cls(model.to(device))
-
-    def _refuse_unless(self, supported: bool, reason: str) -> None:
-        if not supported:
-            raise ModelFormatError(f"{self.name} cannot be run: {reason}")
-
-    def _wire(self, model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Return two copies that share the weights: the decoder with paceline's attention, and the head alone."""
-        weights = {id(tensor): tensor for tensor in model.parameters()}
-        wired = copy.deepcopy(model, dict(weights)).eval()
-        wired.set_attn_implementation(ATTENTION)
-        self._refuse_unless(
-            wired.config.get_text_config()._attn_implementation == ATTENTION,
-            "its attention does not go through transformers' attention interface",
-        )
-        head = copy.copy(wired)
-        head._modules = {**wired._modules, wired.base_model_prefix: _Echo()}
-        self._refuse_unless(wired.base_model is not wired, "it has no separate decoder")
-        multimodal = wired.config.get_text_config() is not wired.config  # only the text model is kept
-        return wired.get_decoder() if multimodal else wired.base_model, head
 
     @torch.no_grad()
     def hidden_states(
@@ -211,8 +143,10 @@ class HuggingFaceModel:
         """
         check_taps(taps, self.layers)
         states = getattr(out, "hidden_states", None) or ()
-        self._refuse_unless(
-            len(states) == self.layers + 1, f"it returns {len(states)} hidden states of {self.layers} layers"
+        refuse_unless(
+            self._decoder,
+            len(states) == self.layers + 1,
+            f"it returns {len(states)} hidden states of {self.layers} layers",
         )
         return torch.stack([states[tap] for tap in taps], 2)
 
@@ -222,13 +156,11 @@ class HuggingFaceModel:
 
         They are scaled and soft-capped as the model does it.
         """
-        logits: Tensor = self._head(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
-        return logits.view(*hidden.shape[:-1], -1).float()
+        return logits_of(self._head, hidden)
 
     def weight_bytes(self) -> int:
         """Return the bytes of all weights. Tied weights are counted once."""
-        parameters = [*self._decoder.parameters(), *self._head.parameters()]
-        return sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in parameters}.values())
+        return bytes_of(self._decoder, self._head)
 
     @torch.no_grad()
     def multiply_adds(self) -> int:
@@ -243,24 +175,13 @@ class HuggingFaceModel:
 
     # Checks on construction
 
-    def _tokens(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.vocab_size, (2, CHECK_LENGTH), generator=generator).to(self.device)
-
-    def _attempt(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except PacelineError:
-            raise
-        except Exception as error:  # the model's code may raise any exception
-            raise ModelFormatError(f"{self.name} cannot be run with paceline's cache: {brief(error)}") from error
-
-    def _probe(self) -> _Probe:
+    def _probe(self, model: PreTrainedModel) -> _Probe:
         """Run one pass that records which layers call the attention, and their shapes."""
-        probe, tokens = _Probe(), self._tokens()
+        probe, tokens = _Probe(), check_tokens(model)
         positions = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
-        self._attempt(lambda: self.hidden_states(tokens, positions, probe))
-        self._refuse_unless(
+        attempt(self.name, lambda: self.hidden_states(tokens, positions, probe))
+        refuse_unless(
+            self._decoder,
             bool(probe.layers) and sorted(probe.layers) == list(range(len(probe.layers))),
             f"its layers call the attention as {probe.layers}, not once each",
         )
@@ -279,7 +200,9 @@ class HuggingFaceModel:
             [None if size is not None and size >= self.max_positions else size for size in sizes]
             for sizes in (wanted, found)
         )
-        self._refuse_unless(found == wanted, f"its layers ask for the windows {found}, its configuration for {wanted}")
+        refuse_unless(
+            self._decoder, found == wanted, f"its layers ask for the windows {found}, its configuration for {wanted}"
+        )
 
     def _check_logits(self, model: PreTrainedModel) -> None:
         """Compare the logits of a prefill, then of rows at different positions, with those of the unmodified model.
@@ -287,40 +210,23 @@ class HuggingFaceModel:
         In low precision a mixture's router may choose another expert where two are nearly equal, so a difference is
         looked for again in float32.
         """
-        tokens, cache = self._tokens(), self._new_cache()
-        expected = self._own_logits(model, tokens)
-        self._check_causal(model, tokens, expected)
+        tokens, cache = check_tokens(model), self._new_cache()
+        expected = own_logits(model, tokens)
+        check_causal(model, tokens, expected)
         every = torch.arange(CHECK_LENGTH, device=self.device).expand_as(tokens)
         ragged = torch.stack((every[0, -4:], every[0, -7:-3]))
-        errors = [self._attempt(partial(self._error, tokens, at, cache, expected)) for at in (every[:, :-4], ragged)]
+        errors = [
+            attempt(self.name, partial(self._error, tokens, at, cache, expected)) for at in (every[:, :-4], ragged)
+        ]
         fits = all(error <= TOLERANCE.get(self.dtype, 0.1) for error in errors)  # not if it is not a number
         if not fits and self.dtype != torch.float32:
             HuggingFaceModel(copy.deepcopy(model).float())  # raises ModelFormatError if it differs there, too
             return
         takes = "position_ids" in inspect.signature(getattr(self._decoder, "decoder", self._decoder).forward).parameters
-        self._refuse_unless(
-            fits or takes, "it counts positions itself, so rows of different lengths cannot share a pass"
+        refuse_unless(
+            self._decoder, fits or takes, "it counts positions itself, so rows of different lengths cannot share a pass"
         )
-        self._refuse_unless(fits, f"its logits differ from transformers' own by {max(errors):.2g}")
-
-    @torch.no_grad()
-    def _own_logits(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        logits: Tensor = self._attempt(lambda: model(input_ids=tokens, use_cache=False).logits.float())
-        return logits
-
-    def _check_causal(self, model: PreTrainedModel, tokens: Tensor, logits: Tensor) -> None:
-        """Check that no token changes the logits before it.
-
-        Rounding in low precision can also change them, so a difference is measured again in float32.
-        """
-        others, half = tokens.clone(), CHECK_LENGTH // 2
-        others[:, half:] = (others[:, half:] + 1 + self.vocab_size // 2) % self.vocab_size
-        leak = _distance(self._own_logits(model, others)[:, :half], logits[:, :half])
-        if leak > 0 and self.dtype != torch.float32:
-            exact = copy.deepcopy(model).float()
-            before, after = (self._own_logits(exact, inputs)[:, :half] for inputs in (tokens, others))
-            leak = _distance(after, before)
-        self._refuse_unless(leak <= LEAK, f"it is not causal: later tokens change its earlier logits by {leak:.2g}")
+        refuse_unless(self._decoder, fits, f"its logits differ from transformers' own by {max(errors):.2g}")
 
     def _new_cache(self) -> KVCache:
         return KVCache(self.kv_layers, 2, CHECK_LENGTH, self.dtype, self.device)
@@ -331,31 +237,23 @@ class HuggingFaceModel:
         attend = CachedAttend(cache, backend, backend.plan(positions, CHECK_LENGTH), rows)
         found = self.logits(self.hidden_states(tokens.gather(1, positions), positions, attend).hidden)
         wanted = expected.gather(1, positions[:, :, None].expand(-1, -1, expected.shape[-1]))
-        return _distance(found, wanted)
+        return distance(found, wanted)
 
 
-def check_layers(name: str, config: PretrainedConfig) -> None:
-    """Raise ModelFormatError for a model with other layers than attention, before its weights are loaded."""
+def check_layers(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Raise ModelFormatError for a model with other layers than attention."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    others = [kind for kind in kinds if kind not in SUPPORTED_LAYERS]
-    if STATEFUL_LAYERS & set(others):
-        raise ModelFormatError(
-            f"{name} cannot be run yet: {len(others)} of its {len(kinds)} layers are of the kind "
-            f"{' or '.join(sorted(set(others)))} (model_type {config.model_type!r}). Such recurrent or hybrid models "
-            "carry a state from token to token, which cannot be rolled back when draft tokens are rejected"
-        )
-    if others:
-        raise ModelFormatError(f"{name} cannot be run: its layers are of the kinds {', '.join(sorted(set(kinds)))}")
+    others = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS})
+    refuse_unless(model, not others, f"its layers are of the kind {' or '.join(others)}")
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of ``wanted``."""
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def _auto_class(config: PretrainedConfig, path: Path) -> Any:
-    """Return transformers' auto class for generative text models of this type. Raises ModelFormatError."""
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            return auto
-    raise ModelFormatError(f"{path}: models of type {config.model_type!r} do not generate text token by token")
+def _wired(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return two copies that share the weights: the decoder with paceline's attention, and the head alone."""
+    wired = shared_copy(model)
+    wired.set_attn_implementation(ATTENTION)
+    refuse_unless(
+        model,
+        wired.config.get_text_config()._attn_implementation == ATTENTION,
+        "its attention does not go through transformers' attention interface",
+    )
+    return decoder_and_head(wired)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
+from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
 from paceline.kernels.spec import LinearWeights, RecurrentMixer
@@ -74,6 +75,14 @@ class WeightSource:
 
     def _stored(self, name: str) -> LinearWeights:
         return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def experts(self, name: str) -> ExpertMatrices:
+        """Return a matrix of all experts, as one linear layer keeps it: weights [E, N, K], biases [E, N]."""
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        count, outputs, _ = weight.shape
+        linear = self._linear(weight.flatten(0, 1), None if bias is None else bias.flatten())
+        self.kept += linear.tensors()
+        return ExpertMatrices(linear.weight, linear.bias, count, outputs)
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -232,14 +241,27 @@ def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainM
     if spec.mlp is None:
         return None
     if isinstance(spec.mlp, ExpertsSpec):
-        names = [f"experts_{part}.{kind}" for part in ("gate_up", "up", "down") for kind in ("weight", "bias")]
-        names += ["experts_scale.weight", "router_correction.weight"]
-        stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
-        shared = None if spec.mlp.shared is None else _dense(spec.mlp.shared, parts, layer)
-        gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
-        norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.mlp.own_norms else ())}
-        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate, norms)
+        return _experts(spec.mlp, parts, layer)
     return _dense(spec.mlp, parts, layer)
+
+
+def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
+    first = parts.experts(f"{layer}.experts_{'gate_up' if spec.expert.gated else 'up'}")
+    mixture = Mixture(
+        spec.routing,
+        first,
+        parts.experts(f"{layer}.experts_down"),
+        spec.expert.activation,
+        spec.expert.gated,
+        parts.find(f"{layer}.router_correction.weight"),
+        parts.find(f"{layer}.experts_scale.weight"),
+        spec.scores_scale,
+        spec.output_scale,
+    )
+    gate = parts.linear(f"{layer}.shared_gate") if spec.shared_gate else None
+    shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
+    norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
+    return Experts(spec, parts.linear(f"{layer}.router"), mixture, shared, norms)
 
 
 class _TokenInput:

@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.kernels.experts import StackedWeights
+
 
 class Linear(Protocol):
     """A linear layer: x [..., in] -> [..., out], in the dtype of x."""
@@ -19,7 +21,17 @@ class Linear(Protocol):
         ...
 
 
-LinearFactory = Callable[[Tensor, Tensor | None], Linear]
+class WeightedLinear(Linear, Protocol):
+    """A linear layer whose weights others may read."""
+
+    @property
+    def weight(self) -> Tensor | StackedWeights: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+LinearFactory = Callable[[Tensor, Tensor | None], WeightedLinear]
 """Makes a layer from its weight [out, in] and its bias [out] or None."""
 
 

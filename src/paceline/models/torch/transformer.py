@@ -145,9 +145,11 @@ class Transformer:
 
         Recurrent layers without kernels run token by token, in more launches than a graph has.
         """
-        if self.has_experts:
+        if self.device.type != "cuda":
+            return None
+        if self.has_experts and not self.steps.groups_experts:
             return "the experts that a router chose are read on the host"
-        has_kernels = self.device.type != "cuda" or all(map(self.steps.has_kernel, self._recurrent_mixers()))
+        has_kernels = all(map(self.steps.has_kernel, self._recurrent_mixers()))
         return None if has_kernels else "recurrent layers of this kind have no GPU kernels"
 
     def hidden_states(
