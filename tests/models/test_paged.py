@@ -30,8 +30,7 @@ SPECS: dict[str, Callable[[], NativeSpec]] = {
 
 
 def scattered(model: NativeModel, rows: int, positions: int, dtype: torch.dtype) -> KVCache:
-    model.dtype = dtype
-    cache = cache_of(model, rows, positions)
+    cache = cache_of(model, rows, positions, dtype)
     assert isinstance(cache.storage, PagedTables)
     table = cache.storage.table
     table.fresh = len(table.references)
@@ -43,7 +42,7 @@ def written(cache: KVCache, layer: int, rows: dict[int, int]) -> list[Tensor]:
     return [table[row, :, :length] for table in cache.layer(layer) for row, length in rows.items()]
 
 
-@in_pairs(kernels=EVERY, kind=[*SPECS], dtype=[torch.bfloat16, torch.float32])
+@in_pairs(kernels=EVERY, kind=[*SPECS], dtype=[torch.bfloat16, torch.float32, torch.int8])
 def test_shared_pages_have_the_bits_of_rows_of_their_own(
     kernels: native.Kernels, kind: str, dtype: torch.dtype
 ) -> None:
