@@ -207,6 +207,13 @@ inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const
   }
 }
 
+inline void multiply(float* x, const float* by, int dim) {
+  for (int i = 0; i < dim; i += 16) store(x + i, load(x + i) * load(by + i));
+}
+inline void divide(float* x, const float* by, int dim) {
+  for (int i = 0; i < dim; i += 16) store(x + i, load(x + i) / load(by + i));
+}
+
 inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token, int64_t row) {
   float* q = a.qkv + a.qkv_stride * static_cast<size_t>(token);
   float* k = q + static_cast<size_t>(a.heads) * static_cast<size_t>(a.dim);
@@ -227,6 +234,7 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   for (int head = 0; head < a.heads; ++head, q += a.dim) {
     turn(q, a.q_norm);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
+    if (a.balance) multiply(q, a.balance + head / (a.heads / a.kv_heads) * a.dim, a.dim);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
   const size_t slot = static_cast<size_t>(wanted < a.capacity ? wanted : a.capacity);
@@ -234,6 +242,7 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   size_t offset = page * a.page_stride + slot % kPagePositions * a.position_stride;
   for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim, offset += a.head_stride) {
     turn(k, a.k_norm);
+    if (a.balance) divide(k, a.balance + head * a.dim, a.dim);
     if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
     write_cache(a, a.keys, offset, k);
     if (a.values) write_cache(a, a.values, offset, v);

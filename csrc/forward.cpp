@@ -674,11 +674,13 @@ class Pass {
       k_.quantise(row, nullptr, matrix, m_.by_head_.view.from_row(i), {0, 1});
     }
     pool_.meet();
-    pool_.share_out(layer.heads * count, thread, [&](Range chunk) {
+    const Range own = pool_.of_node(count, thread);
+    const int width = own.last - own.first;  // panels of each head; 0 where there are more nodes than panels
+    pool_.share_out(Range{0, layer.heads * width}, thread, [&](Range chunk) {
       for (int item = chunk.first; item < chunk.last;) {
-        const int head = item / count, first = item % count, last = std::min(count, first + chunk.last - item);
+        const int head = item / width, first = item % width, last = std::min(width, first + chunk.last - item);
         const LinearCall call = {matrices + head, m_.by_head_.view.from_row(head * tokens), tokens, Epilogue::kStore, to.at(0, head), to.stride};
-        k_.linear(call, first, last);
+        k_.linear(call, own.first + first, own.first + last);
         item += last - first;
       }
     });
@@ -769,7 +771,8 @@ class Pass {
       k_.linear(LinearCall{&linear, input.from_row(rows.first), rows.last - rows.first, epilogue, out + stride * first, stride, 0.0f, changes.of_rows, shape},
                 of_panels.first, of_panels.last);
     };
-    pool_.share_out(count * parts, thread, [&](Range chunk) {
+    const Range own = pool_.of_node(count, thread);
+    pool_.share_out(Range{own.first * parts, own.last * parts}, thread, [&](Range chunk) {
       if (changes.by_adapter) compute_changes(changes.by_adapter, chunk);
       for (int item = chunk.first; item < chunk.last;) {
         const int panel = item / parts, part = item % parts, whole = part ? 0 : (chunk.last - item) / parts;
@@ -906,6 +909,7 @@ class Pass {
     a.sinks = layer.sinks;
     a.norm_after = layer.norm_after != 0;
     a.cap = layer.cap;
+    a.balance = cache_.element == kCacheInt8 ? layer.balance : nullptr;
     return a;
   }
 

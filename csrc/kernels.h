@@ -136,6 +136,7 @@ struct Attention {
   const float* sinks;  // [heads], one more score of each head, without a value; or null
   bool norm_after;  // whether the norms stand behind the rotation
   float cap;        // scores are cap * tanh(score / cap); 0: they are not capped
+  const float* balance;  // [kv_heads * dim], powers of 2: keys are stored divided by it, and queries multiplied; or null
 };
 
 enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2, kMamba2 = 3 };

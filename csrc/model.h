@@ -117,6 +117,7 @@ struct Layer {
   const Latent* latent;    // null: attention with keys of its own heads
   int32_t norm_after;      // whether q_norm and k_norm stand behind the rotation
   float cap;               // of attention's scores; 0: none
+  const float* balance;    // of its keys in caches of int8 (Attention::balance), or null
   int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
   int32_t plain;           // whether the MLP has no gate: gate_up is up alone
   const float* shape;      // of the activation: four numbers, or null

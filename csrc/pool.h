@@ -58,16 +58,23 @@ class Pool {
   void run(Job job, void* context);
   // Every thread of a job waits for all others.
   void meet();
-  // Calls work(Range) for some of the items; the threads of a job, which all call it, share them out. At most one call
-  // between two meetings. Each node has an equal share of the items, whose threads take chunks until none is left.
+  // The items of this thread's node: an equal share for each thread.
+  Range of_node(int items, int thread) const { return team_of(thread).share(items, threads_); }
+  // Calls work(Range) for some of the node's items, which its threads share out: each takes chunks until none is left. All
+  // threads of a job call it, at most once between two meetings.
   template <class Work>
-  void share_out(int items, int thread, Work work) {
+  void share_out(Range items_of_node, int thread, Work work) {
     Team& team = team_of(thread);
-    const Chunks chunks(team.share(items, threads_), team.last - team.first);
+    const Chunks chunks(items_of_node, team.last - team.first);
     for (Range chunk = chunks.at(thread - team.first); chunk.first < chunk.last; chunk = chunks.at(team.taken.fetch_add(1, std::memory_order_relaxed))) {
       work(chunk);
       if (chunks.one_each()) return;
     }
+  }
+  // The same for items that all nodes share.
+  template <class Work>
+  void share_out(int items, int thread, Work work) {
+    share_out(of_node(items, thread), thread, work);
   }
   // Places the pages of items, one behind the other, on the nodes whose threads share them out. Returns 0 or the system's
   // error number; without nodes there is nothing to do.

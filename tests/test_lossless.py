@@ -426,6 +426,31 @@ def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kin
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("memory", "drafter", "model"),
+    pairwise(
+        {
+            "memory": [None, 1, 0],
+            "drafter": ["model", "ngram", "hybrid", "head"],
+            "model": ["native", "experts", "recurrent", "lfm2", "gemma4", "latent"],
+        }
+    ),
+)
+def test_texts_that_go_on_from_kept_prefixes_equal_plain_decoding(memory: int | None, drafter: str, model: str) -> None:
+    """Ten texts on two rows, three times: from slots beside the rows, from what their memory leaves, or from rows."""
+    options = {"max_batch_size": 2, "prefill_chunk": 9, "prefix_memory": memory}
+    engine = speculative_engine(model, drafter, "random", "mixed", **options)
+    order = list(range(len(PROMPTS)))
+    for turn in range(3):
+        found = dict(
+            zip(order, answers(run(engine, [PROMPTS[i] for i in order], [MIXED[i] for i in order])), strict=True)
+        )
+        assert [found[index] for index in range(len(PROMPTS))] == plain(model, "mixed")
+        random.Random(turn).shuffle(order)
+    assert engine.slots.free.counts.reused > 0 or memory is not None
+
+
+@needs_kernels
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["self", "ngram", "sometimes", "hybrid"])
 def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str, rule: str) -> None:

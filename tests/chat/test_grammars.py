@@ -238,7 +238,11 @@ GEMMA_VALUES = [
 
 @pytest.mark.parametrize(
     ("kind", "schema", "text", "value"),
-    [*(("qwen_xml", *each) for each in QWEN_VALUES), *(("gemma", *each) for each in GEMMA_VALUES)],
+    [
+        *(("qwen_xml", *each) for each in QWEN_VALUES),
+        *(("glm", *each) for each in QWEN_VALUES[:8]),
+        *(("gemma", *each) for each in GEMMA_VALUES),
+    ],
 )
 def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
     kind: str, schema: dict[str, Any], text: str, value: object, tokenizer: Tokenizer, grammars: Grammars
@@ -260,6 +264,7 @@ def test_values_that_a_schema_has_are_allowed_and_read_as_they_are(
     grammar = grammars.grammar(StructuredOutputs(grammar=form.syntax.forced([tool], one_call=True)))
     written = {
         "qwen_xml": f"<tool_call>\n<function=f>\n<parameter=v>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "glm": f"<tool_call>f<arg_key>v</arg_key><arg_value>{text}</arg_value></tool_call>",
         "gemma": f"<|tool_call>call:f{{v:{text}}}<tool_call|>",
     }[kind]
     cursor = GrammarCursor.at_start(grammar)

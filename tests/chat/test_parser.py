@@ -38,6 +38,9 @@ TEMPLATES = {
     "function_gemma": "<start_function_call>",
     "harmony": HARMONY,
     "llama3": "<|python_tag|>",
+    "glm": "<think></think><tool_call><arg_key>",
+    "minimax": "<minimax:tool_call>",
+    "cohere": "<|START_THINKING|> <|START_ACTION|>",
     "kimi": "<think></think><|tool_calls_section_begin|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜> ```json",
     "deepseek_v31": "<think></think><｜tool▁calls▁begin｜>",
@@ -228,7 +231,8 @@ RECORDED += [
         "kimi",
         (
             "<think>hm</think>So.<|tool_calls_section_begin|>"
-            f'{_KIMI % "add:0"}{{"a": "<|tool_call_end|>"}}<|tool_call_end|>{_KIMI % "get_weather:1"} {{}} <|tool_call_end|>'
+            f'{_KIMI % "add:0"}{{"a": "<|tool_call_end|>"}}<|tool_call_end|>'
+            f"{_KIMI % 'get_weather:1'} {{}} <|tool_call_end|>"
             "<|tool_calls_section_end|>"
         ),
         ("hm", "So.", [("add", '{"a": "<|tool_call_end|>"}', True), ("get_weather", "{}", True)]),
@@ -252,7 +256,8 @@ RECORDED += [
         "deepseek_v31",
         (
             "Look.<｜tool▁calls▁begin｜>"
-            f'{_DEEPSEEK % "add"}{{"a": 1}}<｜tool▁call▁end｜>{_DEEPSEEK % "add"}{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+            f'{_DEEPSEEK % "add"}{{"a": 1}}<｜tool▁call▁end｜>'
+            f"{_DEEPSEEK % 'add'}{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
         ),
         (None, "Look.", [("add", '{"a": 1}', True), ("add", "{}", True)]),
     ),
@@ -264,6 +269,38 @@ RECORDED += [
         ),
         (None, "", [("add", '{"a": "```"}', True), ("get_weather", "{}", True)]),
     ),
+    (
+        "glm",
+        (
+            "<think>hm</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>\nOslo\n</arg_value>\n"
+            '<arg_key>days</arg_key>\n<arg_value>[1, "</arg_value>"]</arg_value>\n</tool_call>\n'
+            "<tool_call>add</tool_call>"
+        ),
+        (
+            "hm",
+            "",
+            [("get_weather", '{"city": "\\nOslo\\n", "days": [1, "</arg_value>"]}', True), ("add", "{}", True)],
+        ),
+    ),
+    ("glm", '<tool_call>{"name": "add"}</tool_call>', (None, '<tool_call>{"name": "add"}</tool_call>', [])),
+    ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1", (None, "", [("add", '{"a": "1', False)])),
+    (
+        "minimax",
+        (
+            'So.\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">x < y</parameter>\n</invoke>\n'
+            '<invoke name="get_weather">\n<parameter name="n">3</parameter>\n</invoke>\n</minimax:tool_call>'
+        ),
+        (None, "So.", [("add", '{"a": "x < y"}', True), ("get_weather", '{"n": 3}', True)]),
+    ),
+    (
+        "cohere",
+        (
+            '<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", '
+            '"parameters": {"a": 1}},\n    {"tool_call_id": "1", "tool_name": "add", "parameters": {}}\n]<|END_ACTION|>'
+        ),
+        ("hm", "", [("add", '{"a": 1}', True), ("add", "{}", True)]),
+    ),
+    ("cohere", "<|START_ACTION|>[]", (None, "<|START_ACTION|>[]", [])),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>none", (None, "<｜tool▁calls▁begin｜>none", [])),
 ]
 
@@ -432,6 +469,7 @@ ANSWERS = {  # with the place of the arguments
         "deepseek_v31",
         f"<｜tool▁calls▁begin｜>{_DEEPSEEK % 'ping'}{{}}<｜tool▁call▁end｜>{_DEEPSEEK % 'set'}%s",
     ),
+    "cohere": ("cohere", '<|START_ACTION|>[{"tool_name": "set", "parameters": %s}]<|END_ACTION|>'),
     "harmony": ("harmony", "<|start|>assistant to=functions.set<|channel|>commentary json<|message|>%s<|call|>"),
 }
 OBEYING = ['{"volume": 9}', '{"room": null, "volume": 0}', '{"volume": 3.0, "room": "hall", "names": ["abc"]}']
@@ -480,6 +518,8 @@ LED = "<tool_call>\n<function=set>\n%s</function>\n</tool_call>"
         ("qwen_xml", BARE % "", None),
         ("qwen_xml", LED % "<parameter=volume>\n9\n</parameter>\n", {"volume": 9}),
         ("qwen_xml", LED % '<parameter=volume>\n9\n</parameter>\n<parameter=names>\n["abcd"]\n</parameter>\n', None),
+        ("glm", "<tool_call>set<arg_key>volume</arg_key><arg_value>9</arg_value></tool_call>", {"volume": 9}),
+        ("glm", "<tool_call>set<arg_key>volume</arg_key><arg_value>30</arg_value></tool_call>", None),
         ("gemma", '<|tool_call>call:set{volume:9,names:[<|"|>abc<|"|>]}<tool_call|>', {"volume": 9, "names": ["abc"]}),
         ("gemma", '<|tool_call>call:set{volume:9,names:[<|"|>abcd<|"|>]}<tool_call|>', None),
         ("gemma", "<|tool_call>call:set{volume:9", None),

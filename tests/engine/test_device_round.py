@@ -797,20 +797,17 @@ def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatc
     assert len(reads) == 5
 
 
-@pytest.mark.parametrize(
-    ("theirs", "on_device"), [(tiny_qwen3_5, True), (tiny_lfm2, False), (tiny_granite_hybrid, False)]
-)
-def test_kinds_of_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
-    theirs: Callable[[], PreTrainedModel], on_device: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("theirs", [tiny_qwen3_5, tiny_lfm2, tiny_granite_hybrid])
+def test_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
+    theirs: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = in_torch(theirs())
     engine = make_engine(target, rounds="host")
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(target, "steps", TritonSteps())
-    reason = "rounds='host'" if on_device else "recurrent layers of this kind have no GPU kernels"
-    assert f"rounds by the host ({reason}); " in engine.describe()
+    assert "rounds by the host (rounds='host'); " in engine.describe()
     monkeypatch.setattr(target, "steps", TorchSteps())
-    assert "rounds by the host (recurrent layers of this kind have no GPU kernels); " in engine.describe()
+    assert "rounds by the host (recurrent layers run token by token); " in engine.describe()
 
 
 def test_rounds_of_experts_stay_on_the_host_without_kernels_and_the_start_line_says_why(

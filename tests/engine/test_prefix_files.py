@@ -195,6 +195,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a negative size": lambda data: reheaded(data, lambda header: header["tokens"].update(shape=[-70])),
     "no tokens": lambda data: reheaded(data, lambda header: header.update({"token": header.pop("tokens")})),
     "an overlap": lambda data: reheaded(data, lambda header: header["tokens"].update(data_offsets=[0, 296])),
+    "metadata that is a text": lambda data: reheaded(data, lambda header: header.update(__metadata__="a")),
     "no checksum": lambda data: reheaded(data, lambda header: header["__metadata__"].pop("sha256")),
 }
 

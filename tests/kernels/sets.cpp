@@ -257,6 +257,9 @@ uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
   a.page_stride = kPage, a.head_stride = kPagePositions * stride, a.position_stride = stride;
   a.pages = pages.data(), a.blocks = pages.size();
   a.element = element, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = a.value_dim = kDim, a.capacity = kPositions, a.window = window;
+  std::vector<float> balance(kKvHeads * dim);
+  for (size_t i = 0; i < balance.size(); ++i) balance[i] = static_cast<float>(1 << i % 5);
+  if (element == kCacheInt8) a.balance = balance.data();
   a.scale = 0.3f, a.q_norm = norm.data(), a.epsilon = 1e-6f;
   const Rotary rotary = {cosine.data(), sine.data(), kDim / 2, kPositions};
   for (int token = 0; token < kCount; ++token) kernels.rotate_and_write(a, rotary, token, 0);

@@ -398,6 +398,45 @@ def test_a_gguf_file_uses_its_pre_tokenizer(tmp_path: Path, splitting: str, expe
     assert [tokenizer.spelling(token) for token in tokenizer.encode(" 123")] == expected
 
 
+def write_tekken(path: Path, special: list[str]) -> None:
+    """Write a directory with a tekken.json alone: all bytes, two longer tokens and special ones."""
+    entries = [bytes([byte]) for byte in range(256)] + [b"he", b"hello"]
+    vocabulary = [{"rank": n, "token_bytes": b64encode(entry).decode()} for n, entry in enumerate(entries)]
+    listed = [{"rank": n, "token_str": token, "is_control": True} for n, token in enumerate(special)]
+    size = len(entries) + len(special)
+    config = {
+        "pattern": SPLITTINGS["tekken"].patterns[0],
+        "num_vocab_tokens": len(entries),
+        "default_vocab_size": size,
+        "default_num_special_tokens": len(special),
+        "version": "v7",
+    }
+    document = {"config": config, "vocab": vocabulary, "special_tokens": listed}
+    (path / "tekken.json").write_text(json.dumps(document))
+    (path / "config.json").write_text(json.dumps({"model_type": "mistral", "vocab_size": size}))
+
+
+def test_a_tekken_file_alone_gives_the_ends_of_texts(tmp_path: Path) -> None:
+    write_tekken(tmp_path, ["<unk>", "<s>", "</s>", "[INST]"])
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_token_ids == (2,)
+    assert [tokenizer.spelling(token) for token in tokenizer.encode("[INST]he 1")] == ["<s>", "[INST]", "he", "Ġ", "1"]
+    assert tokenizer.decode(tokenizer.encode("he 1")) == "he 1"
+    write_tekken(tmp_path, ["<unk>", "[INST]", "<x>", "<y>"])
+    with pytest.raises(ModelFormatError, match=r"tekken\.json has no special token <s>"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_sentencepiece_model_alone_names_the_packages_that_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr("paceline.models.text.vocabulary_files.find_spec", lambda _: None)
+    with pytest.raises(ModelFormatError, match="pip install sentencepiece protobuf"):
+        Tokenizer.load(tmp_path)
+
+
 WORDS = {  # of "It's 12345 中文かなABC\n\n  x", as the original pre-tokenizers split it
     "gpt-2": ["It", "'s", " 12345", " 中文かなABC", "\n\n ", " x"],
     "command-r": ["It", "'s", " ", "1", "2", "3", "4", "5", " 中文かなABC", "\n\n ", " x"],

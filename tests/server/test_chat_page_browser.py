@@ -12,6 +12,10 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from browser_support import LAPTOP, PHONE, opened
 from chat_support import ADD, PING
+from paceline.config import SamplingParams
+from paceline.llm import LLM
+from paceline.tools.bench.trace import TracedRound
+from paceline.tools.bench.trace import page as trace_page
 from server_support import Live
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,7 +162,7 @@ def test_a_conversation_goes_on_and_is_kept(page: Page, live: Live) -> None:
 
 
 def test_versions_of_messages_and_answers_stand_beside_each_other(page: Page) -> None:
-    bodies = write_answers(page, "one", "two", "three", "four")
+    bodies = write_answers(page, "one", "two", "three", "four", "five")
     say(page, "A")
     ended(page, 1)
     page.get_by_role("button", name="Regenerate").click()
@@ -176,7 +180,12 @@ def test_versions_of_messages_and_answers_stand_beside_each_other(page: Page) ->
     page.get_by_role("button", name="Version before").press("Enter")
     assert said(page) == ["A", "two", "B", "three"]
     expect(page.get_by_role("button", name="Version before").first).to_be_focused()
+    page.get_by_role("button", name="Send results").first.click()
+    expect(page.locator(".said").last).to_have_text("five")
+    assert said(page) == ["A", "two", "five"], "beside the message that followed the answer"
     page.get_by_role("button", name="Version before").last.click()
+    assert said(page) == ["A", "two", "B", "three"]
+    page.get_by_role("button", name="Version before").nth(1).click()
     assert said(page) == ["A", "one"]
     page.reload()
     expect(page.locator(".turn")).to_have_count(2)
@@ -378,9 +387,15 @@ def test_it_works_by_keyboard_and_fits_the_window(browser: Browser, live: Live, 
         page.keyboard.press("Escape")
         expect(page.get_by_label("Temperature")).to_be_hidden()
         expect(page.get_by_role("button", name="Settings")).to_be_focused()
+        say(page, "again")
+        expect(stop).to_be_enabled()
         if size == PHONE:
             page.get_by_role("button", name="Conversations").press("Enter")
         expect(page.get_by_role("link", name="one")).to_be_in_viewport()
+        page.get_by_role("button", name="Delete one").press("Enter")
+        live.wait_until_idle()
+        expect(page.locator("#conversations li")).to_have_count(0)
+        assert kept(page) == [], "an answer under way ends with its conversation"
         assert page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]") == [
             size["width"],
             size["height"],
@@ -437,4 +452,14 @@ def test_axe_finds_nothing_on_any_page(browser: Browser, live: Live) -> None:
         page.get_by_text("More settings").click()
         check(page)
         page.get_by_role("link", name="API").click()
+        cut = "sections => sections.slice(4).forEach(section => section.remove())"
+        page.locator("section").evaluate_all(cut)  # all are made alike, and all take axe seconds
+        check(page)
+
+
+def test_axe_finds_nothing_on_the_page_of_a_trace(browser: Browser, offline: LLM) -> None:
+    (answer,) = offline.generate("abcabc", SamplingParams(max_tokens=8), use_tqdm=False)[0].outputs
+    rounds = [TracedRound([1, 2, 3], [-1, 0, 0], [0, 2], [1, 3, 4], ["ngram"] * 3)]
+    with browser.new_page() as page:
+        page.set_content(trace_page("tiny", answer, rounds, str))
         check(page)

@@ -10,6 +10,7 @@ from paceline.chat.reading import MalformedError, Reading, Source, json_string, 
 from paceline.chat.strict import StrictTools
 
 ARGUMENTS = ("arguments", "parameters")  # names of the member with the arguments
+_NAMES = ("name", "tool_name")  # of that with the function's name; the second is Cohere's
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,35 @@ def read_call(
     return True
 
 
+def read_array(source: Source, writer: MessageWriter, strict: StrictTools, first: StrictTools | None) -> Reading[bool]:
+    """Read calls up to the closing bracket. Returns False if the first is none; what follows the calls is text.
+
+    first: None if a grammar leads the first call, else ``strict``.
+    """
+    yield from source.skip_space()
+    if not (yield from read_call(source, writer, strict=first)):
+        return False
+    while True:
+        source.record()
+        yield from source.skip_space()
+        if (yield from source.accept(",")):
+            yield from source.skip_space()
+            if (yield from read_call(source, writer, strict=strict)):
+                continue
+        elif (yield from source.accept("]")):
+            source.recorded()
+            return True
+        writer.text(source.recorded().lstrip())
+        return True
+
+
 def _header(source: Source) -> Reading[_Header]:
     """Read up to the arguments of a call whose name is known, or to the object's end. Raises MalformedError."""
     name: str | None = None
     arguments: str | None = None
     yield from source.expect("{")
     while (key := (yield from _next_key(source))) is not None:
-        if key == "name" and name is None:
+        if key in _NAMES and name is None:
             name = yield from json_string(source)
         elif key in ARGUMENTS and arguments is None:
             if name is not None:

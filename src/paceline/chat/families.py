@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.chat import harmony, hermes, mistral, qwen_xml
+from paceline.chat import cohere, harmony, hermes, mistral
+from paceline.chat.cohere import reads_cohere
 from paceline.chat.gemma import FUNCTION_GEMMA, GEMMA4, GemmaMarkers, reads_gemma, value_rules, writes_gemma
 from paceline.chat.grammars import CallSyntax, json_call
 from paceline.chat.harmony import reads_harmony
@@ -15,8 +16,8 @@ from paceline.chat.hermes import reads_hermes
 from paceline.chat.mistral import mistral_call_id, reads_mistral
 from paceline.chat.parser import OutputParser, Reader, openai_call_id, read_text, reads_calls_or_text
 from paceline.chat.plain_json import reads_json
-from paceline.chat.qwen_xml import reads_qwen_xml
 from paceline.chat.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, Sections, reads_sections, writes_sections
+from paceline.chat.tagged import GLM, MINIMAX, QWEN, Tags, reads_tagged, rules_of, writes_tagged
 from paceline.chat.thinking import ThinkingMarkers, ThoughtsSplitter, markers_in, reads_thinking
 from paceline.chat.values import ToolDefinition
 from paceline.errors import RequestError
@@ -94,6 +95,11 @@ def _gemma(name: str, markers: GemmaMarkers) -> ToolFormat:
     return ToolFormat(name, partial(reads_gemma, markers), syntax, markers.begin, special)
 
 
+def _tagged(name: str, tags: Tags, marker: str) -> ToolFormat:
+    syntax = CallSyntax(tags.begin, writes_tagged(tags), "\n", rules=rules_of(tags), by_name=True)
+    return ToolFormat(name, partial(reads_tagged, tags), syntax, marker, (tags.begin, tags.end))
+
+
 def _sections(name: str, form: Sections, beside: str = "") -> ToolFormat:
     syntax = CallSyntax(form.begin, writes_sections(form))
     return ToolFormat(name, partial(reads_sections, form), syntax, form.begin, form.special, beside=beside)
@@ -119,16 +125,19 @@ _FORMATS = (  # the first whose marker is in the template
             harmony.BEGIN_TEXT_RULE,
         ),
     ),
-    ToolFormat(
-        "qwen_xml",
-        reads_qwen_xml,
-        CallSyntax(hermes.BEGIN, qwen_xml.write_call, "\n", rules=qwen_xml.RULES, by_name=True),
-        "<function=",
-        (hermes.BEGIN, hermes.END),
-    ),
+    _tagged("qwen_xml", QWEN, "<function="),
+    _tagged("glm", GLM, "<arg_key>"),
+    _tagged("minimax", MINIMAX, MINIMAX.begin),
     _sections("kimi", KIMI),
     _sections("deepseek_v3", DEEPSEEK_V3, beside="```json"),
     _sections("deepseek_v31", DEEPSEEK_V31),
+    ToolFormat(
+        "cohere",
+        reads_cohere,
+        CallSyntax(cohere.BEGIN, cohere.write_call, single=True),
+        cohere.BEGIN,
+        (cohere.BEGIN, cohere.END),
+    ),
     ToolFormat(
         "hermes",
         reads_hermes,

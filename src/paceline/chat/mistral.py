@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from paceline.chat.calls import read_call
+from paceline.chat.calls import read_array, read_call
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
 from paceline.chat.reading import NAME_STOP, SPACE, MalformedError, Markers, Reading, Source, json_value
@@ -33,7 +33,7 @@ def reads_mistral(tools: Sequence[ToolDefinition], in_array: bool) -> Reader:
             source.record()
             yield from source.skip_space()
             if (yield from source.accept("[")):
-                called = yield from _array(source, writer, strict, unled)
+                called = yield from read_array(source, writer, strict, unled)
             elif (yield from source.is_at("{")):
                 called = yield from read_call(source, writer, strict=strict)
             else:
@@ -42,28 +42,6 @@ def reads_mistral(tools: Sequence[ToolDefinition], in_array: bool) -> Reader:
                 writer.text(BEGIN + source.recorded())
 
     return read
-
-
-def _array(source: Source, writer: MessageWriter, strict: StrictTools, first: StrictTools | None) -> Reading[bool]:
-    """Read calls up to the closing bracket. Returns False if the first is none; what follows the calls is text.
-
-    first: None if a grammar leads the first call, else ``strict``.
-    """
-    yield from source.skip_space()
-    if not (yield from read_call(source, writer, strict=first)):
-        return False
-    while True:
-        source.record()
-        yield from source.skip_space()
-        if (yield from source.accept(",")):
-            yield from source.skip_space()
-            if (yield from read_call(source, writer, strict=strict)):
-                continue
-        elif (yield from source.accept("]")):
-            source.recorded()
-            return True
-        writer.text(source.recorded().lstrip())
-        return True
 
 
 def _named(source: Source, writer: MessageWriter, strict: StrictTools, *, led: bool) -> Reading[bool]:

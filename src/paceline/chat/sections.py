@@ -1,15 +1,15 @@
 """Tool calls in a section of their own, a name and JSON each, as Kimi K2 and DeepSeek V3 write them.
 
 Kimi: <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
-<|tool_calls_section_end|>. DeepSeek V3.1: the same with a bare name. DeepSeek V3 and R1: function, a separator, the name
-in the same line, and the arguments in a block of JSON.
+<|tool_calls_section_end|>. DeepSeek V3.1: the same with a bare name. DeepSeek V3 and R1: function, a separator, the
+name in the same line, and the arguments in a block of JSON.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.chat.grammars import json_schema, literal, special
 from paceline.chat.parser import MessageWriter, Reader
@@ -50,9 +50,14 @@ KIMI = Sections(
     "<|tool_calls_section_end|>",
     numbered=True,
 )
-_DEEPSEEK = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
-DEEPSEEK_V31 = Sections(*(f"<｜tool▁{name}｜>" for name in _DEEPSEEK))
-DEEPSEEK_V3 = Sections(*DEEPSEEK_V31.special, fenced=True)
+DEEPSEEK_V31 = Sections(
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+DEEPSEEK_V3 = replace(DEEPSEEK_V31, fenced=True)
 _FENCE, _END_FENCE = "\n```json\n", "\n```"
 
 

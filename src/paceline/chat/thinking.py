@@ -27,6 +27,7 @@ KNOWN = (
     ThinkingMarkers("[THINK]", "[/THINK]", "[/THINK]", "[/THINK]"),
     ThinkingMarkers("<|channel>thought\n", "<channel|>", "<channel|>", "<channel|>"),
     ThinkingMarkers("<|channel|>analysis<|message|>", "<|end|>", "<|end|>", "<|channel|>analysis"),
+    ThinkingMarkers("<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>", "<|START_THINKING|>"),
     ThinkingMarkers("<seed:think>", "</seed:think>", "</seed:think>", "</seed:think>"),
 )
 

@@ -20,6 +20,8 @@ from paceline.cli.evaluate import app as eval_app
 from paceline.cli.flags import PREFIX_FILES, with_flags
 from paceline.cli.generate import generate
 from paceline.cli.models import list_models, ps, rm, show
+from paceline.cli.plan import WITHOUT as NOT_PLANNED
+from paceline.cli.plan import plan
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve
@@ -67,6 +69,7 @@ for command in (generate, batch, serve, pull, demo):
 for name in ("chat", "run"):
     app.command(name, cls=Command)(with_flags(chat, without=NOT_SET_IN_CHATS))
 app.command("list", cls=Command)(list_models)
+app.command(cls=Command)(with_flags(plan, without=NOT_PLANNED))
 for shown in (show, rm, ps):
     app.command(cls=Command)(shown)
 app.command(cls=Command)(

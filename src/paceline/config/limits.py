@@ -71,9 +71,12 @@ Width = Annotated[int, Whole(1, MAX_SPECULATION_WIDTH)]
 ToolParserName = Literal[
     "harmony",
     "qwen_xml",
+    "glm",
+    "minimax",
     "kimi",
     "deepseek_v3",
     "deepseek_v31",
+    "cohere",
     "hermes",
     "mistral",
     "mistral_json",

@@ -52,7 +52,7 @@ class KVCache:
     shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
     places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
-    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
+    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] on the device; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
     ParameterError if a size is below 1.
@@ -79,7 +79,7 @@ class KVCache:
         self.storage = (PagedTables if paged else RowTables)(tables, rows, positions, dtype, torch.device(device))
         self.rows, self.positions, self.dtype, self.device = rows, positions, dtype, torch.device(device)
         self.of_shapes = self._keys_and_values()
-        self.adapter_of = torch.zeros(rows, dtype=torch.int32)
+        self.adapter_of = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         tables, found = iter(self.tables), []

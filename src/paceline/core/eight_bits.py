@@ -16,6 +16,7 @@ from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest element of each dtype of 8 bits
 SCALE_BYTES = 4
+_TAIL = 4.0  # a bias is constant; the other channels' numbers reach about 4 times their usual size
 _SILENT = 1e-30  # vectors below it are stored as zeros: LARGEST / magnitude must stay finite
 
 
@@ -51,6 +52,21 @@ def restored(table: Tensor, dtype: torch.dtype) -> Tensor:
     if table.dtype not in LARGEST:
         return table.to(dtype)
     return (table[..., :-SCALE_BYTES].float() * scales_of(table)[..., None]).to(dtype)
+
+
+def key_balance(bias: Tensor, rotated: int) -> Tensor:
+    """Divisors [G, D] float32 of keys, and factors of the queries on them, for keys with a bias [G, D].
+
+    They are powers of 2, so that scores keep their bits before the keys are rounded. Without them a channel with a
+    large bias, such as Qwen2's of up to 158 beside a median of 2, takes the other channels' bits.
+
+    rotated: leading elements that are rotated, in pairs of one of each half, which have one divisor.
+    """
+    sizes = bias.float().abs()
+    pairs = sizes[:, :rotated].view(len(sizes), 2, -1).amax(1)
+    sizes = torch.cat((pairs, pairs, sizes[:, rotated:]), 1)
+    least = sizes.median().clamp(min=_SILENT)  # smaller biases are lost beside the rest of a key
+    return torch.exp2((sizes / _TAIL).clamp(min=least).log2().round())
 
 
 def scales_of(table: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from paceline.config import EngineConfig
 from paceline.core.eight_bits import LARGEST
 from paceline.drafters.heads.native import NativeHead
 from paceline.errors import ParameterError
+from paceline.kernels.gpu.launch import has_fp8
 from paceline.models.base import AnyModel, kv_layers_of
 from paceline.models.native.model import NativeModel
 
@@ -32,8 +33,8 @@ def _allowed_instead(model: AnyModel, dtype: torch.dtype) -> str | None:
         return allowed if model.dtype == torch.float16 else None
     if dtype == torch.float8_e4m3fn and isinstance(model, NativeModel | NativeHead):
         return "'int8' on the CPU kernels, which have no float8"
-    if model.device.type == "cuda":
-        return "'auto' or 'bf16' on CUDA devices"
+    if dtype == torch.float8_e4m3fn and not has_fp8(model.device):
+        return f"'int8': {model.device} has no float8; it needs an Ada, Hopper or later GPU"
     odd = {width for shape in kv_layers_of(model) for width in shape.stored if width % _SCALE_ALIGNMENT}
     if odd:
         return f"'auto' with {model.name}: 8 bits need vectors of a multiple of 4 numbers, not of {min(odd)}"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import EngineConfig
 from paceline.core.cpus import Node, ranges
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
-from paceline.engine.memory import GIB, FittedRows
+from paceline.engine.memory import GIB, FittedRows, row_bytes
 from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
+from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
@@ -114,7 +115,20 @@ class EngineDescription:
         room, note = self.fitted.budget, self.fitted.note
         fits = room.max_rows(room.positions)
         capacity = f"they grow: {fits} of that length at once, " if fits < room.rows else ""
-        return f" ({capacity}{room.limit / GIB:.2f} GiB{f'; chosen to fit: {note}' if note else ''})"
+        chosen = f"; chosen to fit: {note}" if note else ""
+        return f" ({capacity}{room.limit / GIB:.2f} GiB{chosen}{self._describe_eight_bits()})"
+
+    def _describe_eight_bits(self) -> str:
+        """Say how many rows caches of 8 bits would fit where memory is short; empty if no more or not possible."""
+        room, config = self.fitted.budget, replace(self.config, kv_cache_dtype="int8")
+        if room.max_rows(room.positions) >= room.rows and not self.fitted.note:
+            return ""
+        try:
+            row = row_bytes(self.models.target, self.models.draft, config, room.positions)
+        except ParameterError:
+            return ""
+        fits = room.limit // row
+        return f"; kv_cache_dtype='int8' would fit {fits}" if fits > room.max_rows(room.positions) else ""
 
     def _describe_prefixes(self, prefixes: str) -> str:
         """Say whether prefixes are reused, and how many slots beside the rows keep some.

@@ -177,6 +177,13 @@ def fit_memory(
     raise CapacityError(machine.refusal(config.rows, positions))
 
 
+def most_that_fit(target: AnyModel, config: EngineConfig, positions: int, free: int, limit: int) -> int:
+    """Return how many rows of ``positions`` tokens, at most ``limit``, fit at once into ``free`` bytes."""
+    machine = _Memory.of(target, None, config, free)
+    room = free - machine.kept_free
+    return _most(lambda rows: machine.plan(rows, positions).to_allocate <= room, limit)
+
+
 def _most(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest number from 1 to ``limit`` that fits, 0 if none does; smaller ones fit, too."""
     low, high = 0, limit

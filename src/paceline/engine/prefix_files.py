@@ -89,6 +89,7 @@ class PrefixFiles:
         self.counts = PrefixCounts()
         self._lock, self._pending = Lock(), 0
         self._files: dict[str, PrefixFile] = {}
+        self._reading: dict[str, Future[dict[str, Tensor] | None]] = {}
         self._reader, self._writer = (ThreadPoolExecutor(1, f"prefix {kind}") for kind in ("reader", "writer"))
         _check_directory(path)
         for file, _ in sorted(self._stats(), key=lambda each: each[1].st_mtime):
@@ -126,7 +127,11 @@ class PrefixFiles:
 
     def begin_read(self, file: PrefixFile, length: int) -> FileInReading:
         """Read a file in another thread, for a prompt that begins with ``length`` of its tokens."""
-        return FileInReading(file, length, self._reader.submit(self._read, file))
+        content = self._reading.get(file.name)
+        if content is None:  # samples of one request share it
+            content = self._reading[file.name] = self._reader.submit(self._read, file)
+            content.add_done_callback(lambda _: self._reading.pop(file.name, None))
+        return FileInReading(file, length, content)
 
     def _read(self, file: PrefixFile) -> dict[str, Tensor] | None:
         path = self._path / file.name
@@ -137,13 +142,14 @@ class PrefixFiles:
                 raise DamagedFileError("it is another file")
             if tensors[_TOKENS].tolist() != file.tokens.tolist():
                 raise DamagedFileError("it has other tokens")
-            os.utime(path)  # the least recently used go first
         except FileNotFoundError:  # another process has removed it
             self._forget(file.name)
             return None
-        except (OSError, DamagedFileError, KeyError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 (a hostile file may fail in any way: its prompt is read instead)
             self.refuse(file, str(error))
             return None
+        with suppress(OSError):
+            os.utime(path)  # the least recently used go first
         return tensors
 
     def refuse(self, file: PrefixFile, why: str) -> None:

@@ -94,10 +94,11 @@ def read_header(data: bytes) -> Header:
     try:
         found = json.loads(data[_LENGTH : _LENGTH + size])
         metadata = found.pop("__metadata__")
+        texts = [*metadata.keys(), *metadata.values()]
         places = {name: _place(said) for name, said in found.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedFileError("its header cannot be read") from error
-    if not all(isinstance(value, str) for value in metadata.values()):
+    if not all(isinstance(text, str) for text in texts):
         _damaged("its metadata is no text")
     ends = sorted((place.start, place.stop) for place in places.values())
     if any(stop != start for (_, stop), (start, _) in pairwise(ends)) or (ends and ends[0][0] != 0):

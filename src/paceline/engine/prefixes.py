@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import ClassVar
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
@@ -191,6 +192,7 @@ class PrefixCounts:
     those that prompts went on from, and those that were damaged.
     """
 
+    EVENTS: ClassVar = ("reused", "dropped", "written", "read", "refused")
     reused: int = 0
     tokens: int = 0
     dropped: int = 0

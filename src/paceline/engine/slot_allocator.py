@@ -238,7 +238,7 @@ class SlotAllocator:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
-        reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
+        reusable = {slot: least for slot, tokens in common.items() if (least := cut(slot, tokens)) > 0}
         self._stop_where_others_part(sequence, max(common.values(), default=0), max(reusable.values(), default=0))
         in_use = self._source_in_use(sequence)
         source = max([in_use, *map(PrefixSource._make, reusable.items())], key=lambda each: each.tokens)
@@ -290,16 +290,16 @@ class SlotAllocator:
         The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
         source = max(reusable, key=reusable.__getitem__, default=slot)
-        victims = [other for other in self.free.by_use if other not in (slot, source)]
 
         def fits() -> bool:
             others = in_use, PrefixSource(source, 0 if source == slot else reusable[source])
             best = max(others, key=lambda other: other.tokens)
             return self._new_bytes(slot, reusable.get(slot, 0), best, needed) <= self._spare_bytes
 
-        while not fits() and victims:
-            self._empty(victims[0])
-            reusable[victims.pop(0)] = 0
+        for victim in () if fits() else self.free.by_use:
+            if victim not in (slot, source) and not fits():
+                self._empty(victim)
+                reusable[victim] = 0
         if source != slot and not fits():
             slot, source = (source, slot) if reusable[source] > reusable.get(slot, 0) else (slot, source)
             self._empty(source)

@@ -202,8 +202,8 @@ class CLayer(Structure):
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
         ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
-        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("convs", POINTER(CBlockConv)),
-        ("changes", POINTER(CLowRank) * 4),
+        ("balance", c_void_p), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
+        ("convs", POINTER(CBlockConv)), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -286,7 +286,7 @@ class CAttention(Structure):
         ("pages", c_void_p), ("blocks", c_size_t), ("element", c_int32), ("heads", c_int), ("kv_heads", c_int),
         ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64), ("window", c_int64), ("scale", c_float),
         ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t),
-        ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float),
+        ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float), ("balance", c_void_p),
     )
 
 
@@ -448,4 +448,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "7c9f7ef05c19212a"
+INTERFACE = "88256d27c4fb16f1"

@@ -305,7 +305,8 @@ class Calibration:
         params = replace(params, max_tokens=self.batch.positions)
         self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):
-            self.batch.set_row(row, RowStart(tokens, params, seed=row))
+            adapter = names[row % len(names)] if names else None
+            self.batch.set_row(row, RowStart(tokens, replace(params, adapter=adapter), seed=row))
         self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
             decoder.pretend(rows, context - 1)

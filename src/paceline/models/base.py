@@ -48,8 +48,11 @@ class RowAdapters(Protocol):
         """Return the number of an adapter, from 1 on; 0 for None."""
         ...
 
-    def use(self, numbers: Sequence[int]) -> None:
-        """Set the adapters of the rows of the forward passes that this thread runs from now on."""
+    def use(self, numbers: Tensor | None) -> None:
+        """Set the adapters of the rows of the forward passes that this thread runs from now on.
+
+        numbers: int32 [B] on the model's device, 0 for none; None: no row has one.
+        """
         ...
 
 

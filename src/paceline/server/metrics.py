@@ -145,6 +145,8 @@ class Meter:
             "Cached prefixes by event: reused, dropped; their files: written, read, refused.",
             "event",
         )
+        for event in PrefixCounts.EVENTS:  # 0 until it happens
+            self._prefix_events.labels(event)
         self._prefix_tokens = counter("cached_prefix_tokens_reused", "Prompt tokens taken from cached prefixes.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._decoding = counter("decode_seconds", "Seconds spent in decoding rounds, without prefill.")
@@ -230,7 +232,7 @@ class Meter:
         self._prefixes_gauge.set(len(pool.prefixes))
         if (now := pool.counts) == (before := self._prefix_counts):
             return
-        for event in ("reused", "dropped", "written", "read", "refused"):
+        for event in PrefixCounts.EVENTS:
             self._prefix_events.labels(event).inc(getattr(now, event) - getattr(before, event))
         self._prefix_tokens.inc(now.tokens - before.tokens)
         self._prefix_counts = replace(now)

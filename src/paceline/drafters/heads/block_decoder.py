@@ -113,6 +113,8 @@ class BlockPasses(Passes):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         raise AssertionError("a block drafter reads blocks")
 

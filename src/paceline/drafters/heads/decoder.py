@@ -277,6 +277,7 @@ class HeadPasses(PaddedPasses):
         counts: Tensor | None = None,
         tree: Tree | None = None,
         *,
+        adapted: bool = True,
         text: bool = False,
     ) -> Tensor:
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""

@@ -31,7 +31,8 @@ class FourBitWeight:
     scales: float16 [..., G, N] of the grid "int4": number = code * scale + low.
         uint8 [..., G, N] of the grid "fp4" (MXFP4): number = FP4[code] * 2 ** (scale - 127).
     lows: float16 [..., G, N]; None: -8 * scale ("int4"), or the grid has none ("fp4").
-    order: int32 [..., K], the input of the layer that each input here is; None: they are in the layer's order.
+    order: int32 [..., K], the input of the layer that each input here is; None: they are in the layer's order. A
+        product takes the activations in this order.
     inputs: K, in any number.
     """
 
@@ -47,6 +48,12 @@ class FourBitWeight:
         return "fp4" if self.scales.dtype == torch.uint8 else "int4"
 
     @property
+    def kind(self) -> str:
+        """Name of the format, for tables of tiles."""
+        shifts = "" if self.lows is None else " with lows"
+        return f"{self.grid} by {self.group}{shifts}"
+
+    @property
     def group(self) -> int:
         """Number of inputs that share a scale."""
         return self.words.shape[-3] * RUN // self.scales.shape[-2]
@@ -55,6 +62,16 @@ class FourBitWeight:
     def outputs(self) -> int:
         """N."""
         return self.words.shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, scales and lows."""
+        return sum(part.nbytes for part in self.tensors())
+
+    def lines(self, lines: slice) -> FourBitWeight:
+        """Return the weights of some of the outputs."""
+        scales, lows = self.scales[..., lines], None if self.lows is None else self.lows[..., lines]
+        return replace(self, words=self.words[..., lines, :], scales=scales, lows=lows)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in memory, the codes first."""
@@ -66,8 +83,8 @@ class FourBitWeight:
         lows, order = (None if part is None else part.to(device) for part in (self.lows, self.order))
         return FourBitWeight(words, scales, lows, order, self.inputs)
 
-    def widened(self) -> Tensor:
-        """Return the numbers, float32 [..., N, K], by the layer's inputs: the reference of every product."""
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers [..., N, K], by the layer's inputs."""
         codes = _codes(self.words)
         scales, lows = (None if part is None else self._by_input(part) for part in (self.scales, self.lows))
         assert scales is not None
@@ -75,7 +92,7 @@ class FourBitWeight:
             numbers = fp4_numbers(codes, scales)
         else:
             numbers = codes * scales.float() + (-MIDDLE * scales.float() if lows is None else lows.float())
-        numbers = numbers[..., : self.inputs]
+        numbers = numbers[..., : self.inputs].to(dtype)
         if self.order is None:
             return numbers
         places = self.order.long().unsqueeze(-2).expand_as(numbers)
@@ -104,27 +121,21 @@ def pack(weight: Int4Weight | Fp4Weight, inputs: int) -> FourBitWeight:
     octets = torch.stack((codes[:, :, 0] | codes[:, :, 1] << 4, codes[:, :, 2] | codes[:, :, 3] << 4), -1)
     words = octets.view(torch.int16)[..., 0].transpose(0, 1).contiguous()
     if isinstance(weight, Fp4Weight):
-        scales, lows, order = _by_group(weight.exponents, words), None, None
+        tables, order = [_by_group(weight.exponents, words)], None
     else:
-        symmetric = torch.equal(weight.lows, -MIDDLE * weight.scales)
-        scales, lows = _by_group(weight.scales, words), None if symmetric else _by_group(weight.lows, words)
+        shifts = [] if torch.equal(weight.lows, -MIDDLE * weight.scales) else [weight.lows]
+        tables = [_by_group(table, words) for table in (weight.scales, *shifts)]
         order = None if weight.order is None else weight.order.to(torch.int32)
-    packed = FourBitWeight(words, scales, lows, order, inputs)
-    while packed.group < GROUPS[-1] and all(map(_in_pairs, packed.tensors()[1 : 2 + (lows is not None)])):
-        packed = replace(packed, scales=packed.scales[::2], lows=None if packed.lows is None else packed.lows[::2])
-    tables = (None if part is None else part.contiguous() for part in (packed.scales, packed.lows))
-    scales, lows = tables
-    assert scales is not None
-    return replace(packed, scales=scales, lows=lows)
+    for _ in GROUPS[1:]:
+        if all(torch.equal(table[::2], table[1::2]) for table in tables):
+            tables = [table[::2] for table in tables]
+    scales, *lows = (table.contiguous() for table in tables)
+    return FourBitWeight(words, scales, lows[0] if lows else None, order, inputs)
 
 
 def _by_group(of_groups: Tensor, words: Tensor) -> Tensor:
     """[N, groups of 32] -> [R * 4, N], filled up with zeros."""
     return pad(of_groups, (0, len(words) * RUN // GROUPS[0] - of_groups.shape[1])).t()
-
-
-def _in_pairs(of_groups: Tensor) -> bool:
-    return torch.equal(of_groups[::2], of_groups[1::2])
 
 
 def stack(parts: Sequence[FourBitWeight]) -> FourBitWeight:
@@ -164,6 +175,7 @@ def empty(shape: tuple[int, ...], grid: Grid, group: int, *, shifted: bool, devi
 
 def _codes(words: Tensor) -> Tensor:
     """int16 [..., R, N, 32] -> uint8 [..., N, R * 128]."""
-    octets = words.transpose(-3, -2).contiguous().view(torch.uint8).unflatten(-1, (WORDS, 2))
+    turned = words.transpose(-3, -2).contiguous()
+    octets = turned.view(torch.uint8).view(*turned.shape, 2)
     parts = (octets[..., 0] & 15, octets[..., 0] >> 4, octets[..., 1] & 15, octets[..., 1] >> 4)
     return torch.stack(parts, -2).flatten(-3)

@@ -15,7 +15,10 @@ from paceline.kernels.delta import DeltaNet
 from paceline.kernels.experts import Mixture, run_experts
 from paceline.kernels.gpu.launch import why_not
 from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
+from paceline.kernels.low_rank import LowRankChanges
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.recurrent import run_rows
+from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import RecurrentMixer
 
 if TYPE_CHECKING:
@@ -78,6 +81,10 @@ class LayerSteps(Protocol):
         """Return the weighted sum of the outputs of each token's experts: x [N, W], scores [N, E] -> [N, W]."""
         ...
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        """Add each row's low-rank change to a layer's outputs y, in place; see ``LowRankChanges.add_to``."""
+        ...
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -87,13 +94,9 @@ class LayerSteps(Protocol):
         """
         ...
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        """Whether ``recurrent`` is a few launches, however many tokens there are."""
-        ...
-
     @property
-    def groups_experts(self) -> bool:
-        """Whether ``experts`` is a few launches, and the host waits for none."""
+    def groups_rows(self) -> bool:
+        """Whether ``experts``, ``add_changes`` and ``recurrent`` are a few launches, and the host waits for none."""
         ...
 
 
@@ -111,6 +114,9 @@ class TorchSteps:
         weights, chosen = mixture.route(scores, x.dtype)
         return run_experts(x, weights, chosen, mixture, lambda inner: between(self, inner, mixture))
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        changes.add_to(y, x, adapters)
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -118,11 +124,8 @@ class TorchSteps:
         mixed = run_rows(part, layer, mixer, inputs.view(len(part.slots), part.nodes, -1))
         return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        return False
-
     @property
-    def groups_experts(self) -> bool:
+    def groups_rows(self) -> bool:
         return False
 
 
@@ -148,21 +151,31 @@ class TritonSteps:
 
         return GroupedProducts()
 
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        from paceline.kernels.gpu.low_rank import add_changes
+
+        add_changes(y, x, changes, adapters)
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
-        if not isinstance(mixer, DeltaNet):
-            return TorchSteps().recurrent(mixer, part, layer, projected, gates)
-        from paceline.kernels.gpu.recurrent import delta_net
+        if isinstance(mixer, DeltaNet):
+            from paceline.kernels.gpu.recurrent import delta_net
 
-        assert gates is not None, "a gated delta net has gates"
-        return delta_net(mixer, part, layer, projected, gates)
+            assert gates is not None, "a gated delta net has gates"
+            return delta_net(mixer, part, layer, projected, gates)
+        from paceline.kernels.gpu.mamba2 import mamba2, short_conv
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        return isinstance(mixer, DeltaNet)
+        inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
+        if isinstance(mixer, Mamba2):
+            mixed = mamba2(mixer, part, layer, inputs)
+        else:
+            assert isinstance(mixer, ShortConv), "there are three kinds"
+            mixed = short_conv(mixer, part, layer, inputs)
+        return mixer.finish(mixed, kept).to(projected.dtype)
 
     @property
-    def groups_experts(self) -> bool:
+    def groups_rows(self) -> bool:
         return True
 
 

@@ -69,6 +69,8 @@ class Decoder(CachedRows):
         rows: Slots | None = None,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """Run tokens [B, L] int64 at positions start [B], ... of rows of the cache -> hidden [B, L, width].
 
@@ -77,9 +79,10 @@ class Decoder(CachedRows):
         counts [B]: number of real tokens per row. The others are padding, whose hidden states are undefined. Recurrent
             states of a row without any do not change.
         tree: parents and depths of the tokens if they are no chain. Not for a FlatModel.
+        adapted: False if the host knows that no row has an adapter, whose launches are then left out.
         """
         rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows
-        return self.passes.forward(tokens, start, longest, rows, counts, tree)
+        return self.passes.forward(tokens, start, longest, rows, counts, tree, adapted=adapted)
 
     def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Run each row's pending token and its k draft tokens in one pass -> logits [B, k + 1, V] of the next tokens.
@@ -164,4 +167,4 @@ class Decoder(CachedRows):
     def set_adapter(self, slot: int, name: str | None) -> None:
         """Set the adapter of a slot; None for the model itself."""
         if self.adapters is not None:
-            self.cache.adapter_of[slot] = self.adapters.number(name)
+            self.cache.adapter_of[slot].fill_(self.adapters.number(name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import pointer
+from ctypes import c_float, pointer
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from paceline.core.cache import table_places
+from paceline.core.eight_bits import key_balance
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.mamba2 import Mamba2
@@ -117,7 +118,7 @@ class PackedDecoder:
         if read_packed is not None:
             read_packed(self.memory)
         self.nodes = places.nodes
-        tables = _rotate_by_tables(spec, model)
+        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model)
         self.model = model
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
         self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
@@ -141,6 +142,20 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
         into.rotary_half = len(rotary.inverse_frequencies)
     return tables
+
+
+def _balance_keys(spec: NativeSpec, model: abi.CModelSpec) -> list[Tensor]:
+    """Set and return the divisors of keys with biases in caches of int8; see ``eight_bits.key_balance``."""
+    kept: list[Tensor] = []
+    for layer, into in zip(spec.layers, model.layers[: model.layer_count], strict=True):
+        plain = layer.recurrent is None and layer.latent is None and layer.k_norm is None
+        if not (plain and into.qkv.bias) or any(each.reads_only for each in spec.layers):
+            continue
+        bias = torch.frombuffer((c_float * into.qkv.outputs).from_address(into.qkv.bias), dtype=torch.float32)
+        heads = bias[: (into.heads + into.kv_heads) * into.dim].view(-1, into.dim)
+        kept.append(key_balance(heads[into.heads :], 2 * into.rotary_half).contiguous())
+        into.balance = kept[-1].data_ptr()
+    return kept
 
 
 class _Packer:

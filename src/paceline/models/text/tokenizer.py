@@ -26,6 +26,7 @@ from paceline.models.text.chat_template import CHARACTERS, ChatTemplate
 from paceline.models.text.control_tokens import ControlTokens
 from paceline.models.text.gguf_tokenizer import load_gguf_tokenizer
 from paceline.models.text.tokenizer_growth import ORDINARY, check_backend, check_description
+from paceline.models.text.vocabulary_files import check_packages, with_ends
 
 T = TypeVar("T")
 Written = tuple[list[dict[str, Any]], list[Mapping[str, Any]]]  # messages and tools
@@ -297,8 +298,9 @@ def _from_directory(path: Path) -> PreTrainedTokenizerBase:
     with reading(path, "has no usable tokenizer"):
         for file in path.glob("tokenizer*.json"):  # before a library normalises the added tokens that it lists
             check_description(json.loads(file.read_text(encoding="utf-8")), str(file))
+        check_packages(path)
         options = {"local_files_only": True, "trust_remote_code": False, "mistral_format": False}
-        found = AutoTokenizer.from_pretrained(str(path), **options)
+        found = with_ends(AutoTokenizer.from_pretrained(str(path), **options), path)
         _check_vocabulary_file(found, path)
         found.decode(found("a text")["input_ids"])  # settings of a wrong type raise only when they are used
     return found

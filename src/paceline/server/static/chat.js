@@ -101,7 +101,7 @@ function guarded(act) {
 
 function keep(one) {
   const dropped = guarded(() => (one.turns.length ? store.save(one) : store.remove(one.id)));
-  if (dropped) showNote(`${dropped} of the oldest conversations were dropped: the browser keeps ${store.LIMIT} characters.`);
+  if (dropped) showNote(`The oldest conversations were dropped (${dropped}); ${store.LIMIT} characters are kept.`);
   showList();
 }
 
@@ -253,12 +253,14 @@ async function ask(parent, before) {
   if (runs.get(one.id)?.controller !== controller) return; // the conversation was deleted
   runs.delete(one.id);
   const refused = problem && one.turns[index].token_ids.length === 0;
-  if (refused) takeBack(one, before);
+  if (refused && one === conversation) takeBack(before);
+  else if (refused) talk.withdraw(one, index, parent);
   keep(one);
+  if (problem) showError(one === conversation ? problem : `${talk.titleOf(one)}: ${problem}`);
   if (one !== conversation) return;
   showConversation();
-  if (problem) showError(problem);
-  byId("ended").textContent = problem ? "" : `Answer ${one.turns[index].finish === "stopped" ? "stopped" : "complete"}`;
+  const stopped = one.turns[index]?.finish === "stopped";
+  byId("ended").textContent = refused ? "" : `Answer ${stopped ? "stopped" : "complete"}`;
 }
 
 function makeBody(one, parent) {
@@ -291,10 +293,9 @@ async function receive(one, index, body, signal) {
 }
 
 // Withdraws turns that the server refused. What the person wrote can be sent again.
-function takeBack(one, { first, leaf, draft }) {
-  talk.withdraw(one, first, leaf);
-  if (one !== conversation) return;
-  if (one.turns.length === 0) history.replaceState(null, "", location.pathname);
+function takeBack({ first, leaf, draft }) {
+  talk.withdraw(conversation, first, leaf);
+  if (conversation.turns.length === 0) history.replaceState(null, "", location.pathname);
   turns.forget(first);
   if (draft) setDraft(draft);
 }
@@ -331,6 +332,7 @@ byId("composer").addEventListener("submit", (event) => {
   send();
 });
 byId("message").addEventListener("keydown", onMessageKey);
+if (TOUCH.matches) byId("message").placeholder = "Message";
 byId("stop").addEventListener("click", () => runs.get(conversation.id)?.controller.abort());
 byId("cancel").addEventListener("click", cancelEditing);
 byId("attach").addEventListener("click", () => byId("file").click());

@@ -35,10 +35,9 @@ export function pathTo({ turns }, index) {
   return path;
 }
 
-// Indexes of the turns that stand in this one's place, itself among them.
+// Indexes of the turns that follow the same one as this, itself among them.
 export function versions({ turns }, index) {
-  const { parent, role } = turns[index];
-  return turns.flatMap((turn, at) => (turn.parent === parent && turn.role === role ? [at] : []));
+  return turns.flatMap(({ parent }, at) => (parent === turns[index].parent ? [at] : []));
 }
 
 // Shows the conversation through this turn: to the newest of its followers.
@@ -56,8 +55,8 @@ export function titleOf({ turns }) {
 
 // Everything in a conversation that a person can look for.
 export function textOf({ turns }) {
-  const parts = turns.flatMap(({ text, thoughts, files }) => [text, thoughts, ...(files ?? []).map((file) => file.name)]);
-  return parts.filter(Boolean).join("\n");
+  const namesOf = (files) => (files ?? []).map(({ name }) => name);
+  return turns.flatMap(({ text, thoughts, files }) => [text, thoughts ?? "", ...namesOf(files)]).join("\n");
 }
 
 // The messages that are sent for the answer after this turn.
@@ -90,9 +89,8 @@ function contentOf({ text, files }) {
 }
 
 export function emptyAnswer() {
-  return {
-    role: "assistant", text: "", thoughts: "", calls: [], finish: null, metrics: null, token_ids: [], kinds: [], pieces: [],
-  };
+  const nothing = { text: "", thoughts: "", calls: [], token_ids: [], kinds: [], pieces: [] };
+  return { role: "assistant", ...nothing, finish: null, metrics: null };
 }
 
 // Extends an answer by a choice of a streamed chunk.

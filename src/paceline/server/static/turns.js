@@ -74,7 +74,8 @@ class Turn {
       made.addEventListener("click", () => to !== undefined && this.actions.show(to, label));
       return made;
     };
-    const [before, after] = [arrow("‹", "Version before", all[place - 1]), arrow("›", "Version after", all[place + 1])];
+    const before = arrow("‹", "Version before", all[place - 1]);
+    const after = arrow("›", "Version after", all[place + 1]);
     this.versions.replaceChildren(before, `${place + 1} of ${all.length}`, after);
   }
 }
