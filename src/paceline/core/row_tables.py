@@ -11,13 +11,14 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import stored, vector_width
 from paceline.core.pages import PAGE_POSITIONS, PagedVectors, blocks_for
 from paceline.errors import CapacityError
 
@@ -106,10 +107,10 @@ class RowTables:
         return PagedVectors(tensor, self._page_tables[table], outer_stride, page_stride, inner_stride)
 
     @staticmethod
-    def row_bytes(tables: int, shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``positions`` slots takes where rows grow. shape: outer, inner, dim."""
+    def row_bytes(shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
+        """Bytes that a row of ``positions`` slots takes in a table where rows grow. shape: outer, inner, dim."""
         outer, inner, dim = shape
-        return tables * outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
+        return outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
 
     def resize(self, row: int, positions: int) -> None:
         """Set the number of slots of a row; the memory of slots beyond is freed and their content is lost.
@@ -128,6 +129,58 @@ class RowTables:
         slots = self.sizes[row]
         for pages in self._pages:
             pages.give_back(row, slots + 1 if slots else 0)
+
+    def layer(self, table: Tensor, layer: int) -> Tensor:
+        """Return the vectors of an outer index, [row, inner, slot, dim]."""
+        return table[layer]
+
+    def by_row(self, table: Tensor) -> Tensor:
+        """Return a table, [outer, row, inner, slot, dim]."""
+        return table
+
+    def write(self, table: Tensor, layer: int, index: Tensor, vectors: Tensor) -> None:
+        """Store vectors [B, inner, L, dim], as they are in the table, of an outer index at ``vector_index``."""
+        lines, vectors = (each.reshape(-1, each.shape[-1]) for each in (table[layer], vectors))
+        if table.dtype.itemsize == 1:
+            lines, vectors = lines.view(torch.int8), vectors.view(torch.int8)  # torch copies no float8 by index
+        lines.index_copy_(0, index, vectors)
+
+    def vector_index(self, table: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        """Numbers of the vectors at ``slots`` [B, L] of ``rows`` [B]: [B * inner * L] int64.
+
+        Those beyond a row's end are its trash slot's.
+        """
+        inner, width = table.shape[2:4]
+        line = rows[:, None, None] * inner + torch.arange(inner, device=slots.device)[None, :, None]
+        return (line * width + self.within(rows[:, None], slots)[:, None, :]).flatten()
+
+    def cover(self, rows: Sequence[int], firsts: Sequence[int], stops: Sequence[int]) -> None:
+        """Prepare for writes at the slots firsts[i] to stops[i] - 1: each row has its slots."""
+
+    def cut(self, row: int, slots: int) -> None:
+        """Forget what a row has behind its first ``slots`` slots, which is overwritten later."""
+
+    def repeated_bytes(self, rows: Collection[int]) -> int:
+        """Return the bytes that these rows share: none."""
+        return 0
+
+    def shared_bytes_behind(self, row: int, slots: int) -> int:
+        """Return the bytes that a row shares with others behind its first ``slots`` slots: none."""
+        return 0
+
+    def shareable_bytes(self, slots: int) -> int:
+        """Return the bytes that a row shares which begins as another one does: none."""
+        return 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tables are in order, as these always are."""
+
+    def randomise(self, rows: int, slots: int, generator: torch.Generator) -> None:
+        """Fill the first slots of the first rows with random numbers."""
+        for table in self.tables:
+            for row in (row for layer in table for row in layer[:rows]):
+                numbers = row.new_empty(len(row), slots, vector_width(table), dtype=torch.float32)
+                row[:, :slots] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
 
     def within(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Replace slots beyond a row's end by its trash slot.

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +28,13 @@ from paceline.engine.rounds.round import Speculation
 from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
 from paceline.errors import NotFiniteError
+
+
+class PrefixSource(NamedTuple):
+    """A slot, and how many of its first tokens a prompt can copy; (-1, 0): there is none."""
+
+    slot: int
+    tokens: int
 
 
 @dataclass
@@ -65,17 +73,27 @@ class SlotAllocator:
         free = self.batch.max_rows - len(self.used)
         if free == 0 or not self.room.is_short:
             return free
-        return min(free, self.room.max_rows(self._max_cache_tokens(sequence), self.reserved_bytes))
+        each = self.room.bytes_for(self._max_cache_tokens(sequence))
+        each -= self._shareable_bytes(self._source_in_use(sequence))
+        return min(free, max(0, self.room.limit - self.reserved_bytes) // max(1, each))
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved for the caches of the sequences that have a slot."""
-        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.used.values())
+        """Bytes reserved for the caches of the sequences that have a slot. What several share counts once."""
+        each = sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.used.values())
+        return each - self.shared_bytes
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes that the prefixes in free slots hold."""
-        return self.free.bytes
+        """Bytes that only the prefixes in free slots hold."""
+        caches = [decoder.cache for decoder in self.parts.decoders]
+        shared = sum(cache.repeated_bytes(range(self.batch.capacity)) for cache in caches) - self.shared_bytes
+        return self.free.bytes - shared
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that sequences share, without their first time."""
+        return sum(decoder.cache.repeated_bytes(self.used) for decoder in self.parts.decoders) if self.used else 0
 
     def take(self, sequence: Sequence) -> None:
         """Give a slot to a sequence, with the part of its prompt that the slot holds."""
@@ -222,11 +240,18 @@ class SlotAllocator:
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
         reusable = {slot: least for slot, tokens in common.items() if (least := cut(slot, tokens)) > 0}
         self._stop_where_others_part(sequence, max(common.values(), default=0), max(reusable.values(), default=0))
-        in_use = best_source(self._texts_in_use(sequence), prompt, scope, cut)[1]
+        in_use = self._source_in_use(sequence)
+        source = max([in_use, *map(PrefixSource._make, reusable.items())], key=lambda each: each.tokens)
         needed = self.room.bytes_for(sequence.reserved_tokens)
-        slot = self.free.choose(reusable, in_use, is_full=needed > self._spare_bytes)
-        slot = self._make_way(slot, reusable, needed)
+        is_full = needed - self._shareable_bytes(source) > self._spare_bytes
+        slot = self.free.choose(reusable, in_use.tokens, is_full=is_full)
+        slot = self._make_way(slot, reusable, in_use, needed)
         return slot, reusable.get(slot, 0)
+
+    def _source_in_use(self, sequence: Sequence) -> PrefixSource:
+        """Return the slot in use that holds most of what the sequence can copy."""
+        texts, cut = self._texts_in_use(sequence), self._cut_for(sequence)
+        return PrefixSource(*best_source(texts, sequence.prompt, sequence.scope, cut))
 
     def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
         """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
@@ -254,23 +279,56 @@ class SlotAllocator:
     @property
     def _spare_bytes(self) -> int:
         """Bytes that neither rows nor prefixes take."""
-        return self.room.limit - self.reserved_bytes - self.free.bytes
+        return self.room.limit - self.reserved_bytes - self.prefix_bytes
 
-    def _make_way(self, slot: int, reusable: Mapping[int, int], needed: int) -> int:
+    def _make_way(self, slot: int, reusable: dict[int, int], in_use: PrefixSource, needed: int) -> int:
         """Drop prefixes until a sequence of ``needed`` bytes fits. Return the free slot to use.
+
+        reusable: tokens of the prompt that each free slot holds; 0 afterwards for those that are emptied.
+        in_use: the slot in use that holds most of the prompt.
 
         The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
         source = max(reusable, key=reusable.__getitem__, default=slot)
-        short = needed - self._spare_bytes - self._bytes_of(slot)
-        for victim in self.free.by_use if short > 0 else ():
-            if short > 0 and victim not in (slot, source):
-                short -= self._bytes_of(victim)
+
+        def fits() -> bool:
+            others = in_use, PrefixSource(source, 0 if source == slot else reusable[source])
+            best = max(others, key=lambda other: other.tokens)
+            return self._new_bytes(slot, reusable.get(slot, 0), best, needed) <= self._spare_bytes
+
+        for victim in () if fits() else self.free.by_use:
+            if victim not in (slot, source) and not fits():
                 self._empty(victim)
-        if short > 0 and source != slot:
+                reusable[victim] = 0
+        if source != slot and not fits():
             slot, source = (source, slot) if reusable[source] > reusable.get(slot, 0) else (slot, source)
             self._empty(source)
+            reusable[source] = 0
+        if not fits():  # it shares more with the slot in use than with its own pages
+            self._empty(slot)
+            reusable[slot] = 0
         return slot
+
+    def _new_bytes(self, slot: int, cached: int, source: PrefixSource, needed: int) -> int:
+        """Return the bytes that a sequence of ``needed`` bytes adds to those of a free slot's prefix.
+
+        It keeps the prefix's first ``cached`` tokens, unless it copies more from the source, and shares whole pages.
+        """
+        new = needed - self._bytes_of(slot)
+        kept, copied = self._cached(slot, cached), self._cached(source.slot, source.tokens)
+        for decoder, own, other in zip(self.parts.decoders, kept, copied, strict=True):
+            if other > own:
+                new += decoder.cache.shared_bytes_behind(slot, 0) - decoder.cache.shareable_bytes(other)
+            else:
+                new += decoder.cache.shared_bytes_behind(slot, own)
+        return new
+
+    def _shareable_bytes(self, source: PrefixSource) -> int:
+        """Return the bytes that a sequence shares which copies from a source into an empty slot."""
+        copied = self._cached(source.slot, source.tokens)
+        return sum(
+            decoder.cache.shareable_bytes(each) for decoder, each in zip(self.parts.decoders, copied, strict=True)
+        )
 
     def _bytes_of(self, slot: int) -> int:
         """Bytes of a free slot's prefix."""
@@ -313,9 +371,12 @@ class SlotAllocator:
         self.parts.target.limit_saved_states(max(self.batch.max_rows, texts) + 1)
 
     def _resize(self, slot: int, positions: int) -> None:
-        """Resize a slot in all caches, if memory is short."""
-        for decoder in self.parts.decoders if self.room.is_short else ():
-            decoder.resize_row(slot, positions)
+        """Free what all caches hold of a slot behind these positions, and if memory is short, set its size."""
+        for decoder in self.parts.decoders:
+            if self.room.is_short:
+                decoder.resize_row(slot, positions)
+            else:
+                decoder.cache.cut(slot, positions)
 
     def text(self, sequence: Sequence) -> list[int]:
         """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
@@ -392,6 +453,8 @@ class SlotAllocator:
         lengths = self.batch.length.tolist()
         for slot, size in sizes.items():
             assert lengths[slot] > size > 0, f"slot {slot}: a round would overwrite its prefix"
+        for decoder in self.parts.decoders:
+            decoder.cache.check_integrity()
         if not self.room.is_short:
             return
         sizes |= {slot: sequence.reserved_tokens for slot, sequence in self.used.items()}

@@ -175,7 +175,7 @@ class DraftDecoder(Decoder):
         width = max(map(len, paths))
         moved = [row for row, path in enumerate(paths) if list(path) != list(range(len(path)))]
         if moved:
-            device = self.cache.keys.device
+            device = self.cache.device
             wide = torch.tensor([[*paths[row], *range(len(paths[row]), width)] for row in moved], device=device)
             behind = torch.tensor([text[row] for row in moved], device=device)
             self.cache.keep(batch.live_slots.index[moved], behind, wide)
