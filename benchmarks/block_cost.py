@@ -134,8 +134,7 @@ class Bench:
         assert native is not None
         self._native = native
         for decoder in (self.parts.target, *self.parts.drafter.decoders):
-            for table in decoder.cache.tables:
-                table[:, :rows, :, :CONTEXT].uniform_(-1, 1)
+            decoder.cache.randomise(rows, CONTEXT, torch.Generator().manual_seed(0))
 
     def _begin(self, rows: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=60)

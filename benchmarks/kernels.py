@@ -209,6 +209,7 @@ def measure_step(
 ) -> Step:
     """One step of ``tokens`` tokens per row over a cache of ``context`` positions."""
     cache = cache_of(model, rows, context + tokens)
+    cache.randomise(rows, context, torch.Generator().manual_seed(0))  # untouched memory would be read too fast
     flat = torch.randint(0, model.vocab_size, (rows * tokens,))
     place = torch.arange(rows).repeat_interleave(tokens)
     positions = (context + torch.arange(tokens)).repeat(rows)

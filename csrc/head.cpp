@@ -493,6 +493,7 @@ PL_EXPORT Problem pl_inject(Model* head, Pool* pool, const Kept* kept, const Cac
     }
     Tokens tokens = {nullptr, rows, positions, nullptr, nullptr, count};
     tokens.entering = states.data();
+    if (const char* problem = problem_with_pages(tokens, *cache)) return problem;
     head->inject(*pool, tokens, *cache);
     return nullptr;
   });

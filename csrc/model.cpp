@@ -17,7 +17,18 @@ const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
     if (fed.positions[i] < 0 || fed.positions[i] > INT32_MAX) return "a position is negative or absurdly large";
     if (!fed.parents && i > 0 && fed.rows[i] == fed.rows[i - 1] && fed.positions[i] < fed.positions[i - 1] + (reads_only ? 0 : 1)) return "positions of a row do not ascend";
   }
+  if (const char* problem = reads_only ? nullptr : problem_with_pages(fed, cache)) return problem;
   return spec.recurrent.kind ? problem_with_states(fed, cache) : nullptr;
+}
+
+const char* problem_with_pages(const Tokens& fed, const Cache& cache) {
+  const int64_t blocks = static_cast<int64_t>(blocks_for(cache.capacity));
+  for (int i = fed.read; cache.references && i < fed.count; ++i) {
+    const int64_t slot = fed.slots ? fed.slots[i] : fed.positions[i];
+    if (slot >= cache.capacity) continue;
+    if (cache.references[cache.tables[0].pages[fed.rows[i] * blocks + slot / kPagePositions]] != 1) return "a token's page is missing or shared";
+  }
+  return nullptr;
 }
 
 const char* problem_with_states(const Tokens& fed, const Cache& cache) {

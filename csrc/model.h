@@ -319,6 +319,7 @@ struct Cache {
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
   int64_t *base, *count;         // per row
   int64_t window;
+  const int32_t* references;  // number of rows that have each page; null: each row has its own pages
   const int32_t* adapter_of;  // per row: number of its adapter, from 1 on; 0: none
 };
 
@@ -454,6 +455,9 @@ struct Move {
 const char* run_draft(Model& drafter, Pool& pool, const DraftCall& call, const Cache& cache, double* seconds);
 
 void move_states(const Model& head, const Kept& kept, const std::vector<Move>& moves);
+
+// Whether each token's page is its row's own, so that it can be written; or null.
+const char* problem_with_pages(const Tokens& tokens, const Cache& cache);
 
 const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 

@@ -50,9 +50,13 @@ def test_zeros_stay_zeros_and_what_is_not_finite_gives_nan(dtype: torch.dtype) -
 
 
 @on_both
-@pytest.mark.parametrize("shape", [KVHeads(2, 8), KVHeads(2, 12, 8), KVHeads(1, 12, 8, values_in_keys=True)])
-def test_a_cache_writes_moves_and_copies_vectors_with_their_scales(dtype: torch.dtype, shape: KVHeads) -> None:
-    cache = KVCache([shape] * 2, 3, 9, dtype)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("shape", [KVHeads(2, 8), KVHeads(1, 12, 8, values_in_keys=True)])
+def test_a_cache_writes_moves_and_copies_vectors_with_their_scales(
+    dtype: torch.dtype, shape: KVHeads, paged: bool
+) -> None:
+    cache = KVCache([shape] * 2, 3, 9, dtype, paged=paged)
+    cache.cover([0, 2], [0, 0], [5, 5])
     sizes = (2, shape.heads, 5, shape.dim)
     keys = torch.randn(sizes, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 6)[:, None]
     values = keys[..., -shape.value_width :]

@@ -49,7 +49,7 @@ def fill(cache: KVCache, row: int, first: int, stop: int) -> None:
 
 
 def bytes_of(positions: int, dim: int = DIM) -> int:
-    return KVCache.row_bytes(2, (LAYERS, HEADS, dim), positions, torch.float32)
+    return 2 * RowTables.row_bytes((LAYERS, HEADS, dim), positions, torch.float32)
 
 
 @pytest.mark.parametrize("dim", [16, 20, 80])

@@ -18,7 +18,7 @@ from gemma4_support import SIZES, gemma4_fields, tiny_gemma4, tiny_gemma4_torch,
 from kernels.reference_model import ReferenceModel
 from model_support import Runner, packed, packed_at_once
 from paceline.config import EngineConfig, SamplingParams
-from paceline.core.cache import KVCache, KVHeads
+from paceline.core.cache import KVHeads
 from paceline.core.nodes import Nodes
 from paceline.engine.memory import row_bytes
 from paceline.errors import ModelFormatError
@@ -96,11 +96,13 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
     model = MODELS[kind]()
     assert model.kv_layers == (KVHeads(2, 16), KVHeads(2, 32), KVHeads(2, 16))  # type: ignore[attr-defined]
     cache = cache_of(model, 3, 50)
-    assert [table.shape[:3] + table.shape[4:] for table in cache.tables] == 2 * [(2, 3, 2, 16)] + 2 * [(1, 3, 2, 32)]
+    tables = [cache.storage.by_row(table) for table in cache.tables]
+    assert [table.shape[:3] + table.shape[4:] for table in tables] == 2 * [(2, 3, 2, 16)] + 2 * [(1, 3, 2, 32)]
     assert cache.places == ((0, 0), (1, 0), (0, 1))
-    narrow, wide = (KVCache.row_bytes(2, (1, 2, dim), 50, model.dtype) for dim in (16, 32))
     config = EngineConfig(drafter=None, max_batch_size=1, max_model_len=50)
-    assert row_bytes(model, None, config, 50) == 2 * narrow + wide
+    storage = type(cache.storage)
+    narrow, wide = (2 * storage.row_bytes((count, 2, dim), 50, model.dtype) for count, dim in ((2, 16), (1, 32)))
+    assert row_bytes(model, None, config, 50) == narrow + wide
 
 
 @_NATIVE

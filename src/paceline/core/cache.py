@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.eight_bits import stored, stored_width
+from paceline.core.paged_tables import PagedTables
+from paceline.core.pages import PagedVectors
 from paceline.core.row_tables import RowTables
 from paceline.errors import ParameterError
 
@@ -39,16 +41,17 @@ class KVHeads(NamedTuple):
         return (self.dim,) if self.values_in_keys else (self.dim, self.value_width)
 
 
-class KVCache(RowTables):
+class KVCache:
     """Keys and values of every layer that has some.
 
-    Layers of one shape lie together in a table [layer, row, head, position, dim] of keys and one of values. With a
-    dtype of 8 bits, ``dim`` is the stored width of a vector with its scale (``core.eight_bits``).
-    layers: the heads of each layer.
+    Layers of one shape lie together in a table of keys and one of values: [layer, row, head, position, dim], or by
+    pages if the CPU kernels read and write them (``PagedTables``). With a dtype of 8 bits, ``dim`` is the stored width
+    of a vector with its scale (``core.eight_bits``).
+
+    layers: the heads of each layer. paged: whether by pages. storage: what holds the tables.
     shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
     places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
-    keys, values: the tables of the first layer's shape.
     adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
@@ -62,6 +65,8 @@ class KVCache(RowTables):
         positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        paged: bool = False,
     ) -> None:
         least = min((each.heads for each in layers), default=1)
         for name, value in (("layers", len(layers)), ("rows", rows), ("heads", least), ("positions", positions)):
@@ -70,14 +75,10 @@ class KVCache(RowTables):
         self.layer_counts = Counter(layers)
         self.shapes = tuple(self.layer_counts)
         self.places = table_places(layers)
-        tables = [
-            (count, shape.heads, stored_width(width, dtype))
-            for shape, count in self.layer_counts.items()
-            for width in shape.stored
-        ]
-        super().__init__(tables, rows, positions, dtype, torch.device(device))
+        tables = _tables(self.layer_counts, dtype)
+        self.storage = (PagedTables if paged else RowTables)(tables, rows, positions, dtype, torch.device(device))
+        self.rows, self.positions, self.dtype, self.device = rows, positions, dtype, torch.device(device)
         self.of_shapes = self._keys_and_values()
-        self.keys, self.values = self.of_shapes[0]
         self.adapter_of = torch.zeros(rows, dtype=torch.int32)
 
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
@@ -88,46 +89,126 @@ class KVCache(RowTables):
             found.append((keys, keys[..., -width:] if shape.values_in_keys else next(tables)))
         return found
 
+    @property
+    def grows(self) -> bool:
+        """Whether rows take only the memory that they use."""
+        return self.storage.grows
+
+    @property
+    def sizes(self) -> list[int]:
+        """Positions that each row may have."""
+        return self.storage.sizes
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The storage's tables."""
+        return self.storage.tables
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the layers of the first shape, [layer, row, head, position, dim]. A copy if they are in pages."""
+        return self.storage.by_row(self.of_shapes[0][0])
+
+    @property
+    def values(self) -> Tensor:
+        """Values likewise."""
+        return self.storage.by_row(self.of_shapes[0][1])
+
     @staticmethod
     def bytes_for(layers: Sequence[KVHeads], rows: int, positions: int, dtype: torch.dtype) -> int:
         """Bytes that such a cache takes on devices where all memory is allocated at once."""
         width = sum(shape.heads * stored_width(each, dtype) for shape in layers for each in shape.stored)
         return width * rows * (positions + 1) * dtype.itemsize
 
-    @classmethod
-    def growing_bytes(cls, layers: Sequence[KVHeads], positions: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``positions`` tokens takes where rows grow."""
-        tables = [(1, shape.heads, stored_width(width, dtype)) for shape in layers for width in shape.stored]
-        return sum(cls.row_bytes(1, table, positions, dtype) for table in tables)
+    @staticmethod
+    def growing_bytes(layers: Sequence[KVHeads], positions: int, dtype: torch.dtype, *, paged: bool = False) -> int:
+        """Bytes that a row of ``positions`` tokens takes where rows grow, or are in pages that they do not share."""
+        tables = _tables(Counter(layers), dtype)
+        return sum((PagedTables if paged else RowTables).row_bytes(table, positions, dtype) for table in tables)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [row, head, position, dim] each."""
+        """Keys and values of a layer, [row, head, position, dim] each. Copies if they are in pages."""
         table, place = self.places[layer]
         keys, values = self.of_shapes[table]
-        return keys[place], values[place]
+        return self.storage.layer(keys, place), self.storage.layer(values, place)
 
     def write_index(self, rows: Tensor, positions: Tensor, table: int = 0) -> list[Tensor]:
-        """Flat indices of the slots ``positions`` [B, L] of ``rows`` [B] in keys and values: [B * heads * L] int64.
+        """Flat indices of the slots ``positions`` [B, L] of ``rows`` [B] in keys and values, int64.
 
         There is none for values that are a part of the keys. The indices are the same for every layer of a table, so
         they are computed once per forward pass. Positions beyond a row's end map to its trash slot.
         """
-        heads = self.shapes[table].heads
-        head = torch.arange(heads, device=positions.device)
-        line = rows[:, None, None] * heads + head[None, :, None]
-        slot = self.within(rows[:, None], positions)[:, None, :]
         stored = self.of_shapes[table][: len(self.shapes[table].stored)]
-        of_width = {width: (line * width + slot).flatten() for width in {tensor.shape[3] for tensor in stored}}
-        return [of_width[tensor.shape[3]] for tensor in stored]
+        of_shape = {tensor.shape: tensor for tensor in stored}
+        index = {shape: self.storage.vector_index(tensor, rows, positions) for shape, tensor in of_shape.items()}
+        return [index[tensor.shape] for tensor in stored]
 
     def write(self, layer: int, indices: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
         """Store k and v, [B, heads, L, dim] each, of one layer at ``indices`` (from ``write_index`` of its table)."""
-        for table, new, index in zip(self.layer(layer), (k, v), indices, strict=False):  # v may be a part of k
-            vectors = stored(new, table.dtype)
-            lines, vectors = (each.reshape(-1, each.shape[-1]) for each in (table, vectors))
+        number, place = self.places[layer]
+        for table, new, index in zip(self.of_shapes[number], (k, v), indices, strict=False):  # v may be a part of k
+            lines = self.storage.vectors(table, place)
+            vectors = stored(new, table.dtype).reshape(-1, lines.shape[1])
             if table.dtype.itemsize == 1:
                 lines, vectors = lines.view(torch.int8), vectors.view(torch.int8)  # torch copies no float8 by index
             lines.index_copy_(0, index, vectors)
+
+    def paged(self, table: int) -> PagedVectors:
+        """A table as the CPU kernels read it."""
+        return self.storage.paged(table)
+
+    def cover(self, rows: Sequence[int], firsts: Sequence[int], stops: Sequence[int]) -> None:
+        """Prepare for writes at the positions firsts[i] to stops[i] - 1 of rows[i]."""
+        self.storage.cover(rows, firsts, stops)
+
+    def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
+        """Move the keys and values of accepted nodes behind their rows' texts; see ``RowTables.keep``."""
+        self.storage.keep(rows, text, paths)
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """Let a row begin with the first ``length`` positions of another one."""
+        self.storage.copy_row(source, destination, length)
+
+    def cut(self, row: int, length: int) -> None:
+        """Forget what a row has behind its first ``length`` positions."""
+        self.storage.cut(row, length)
+
+    def erase_row(self, row: int) -> None:
+        """Set a row to zeros, which keeps a failed text's NaN out of the next one."""
+        self.storage.erase_row(row)
+
+    def repeated_bytes(self, rows: Collection[int]) -> int:
+        """Return the bytes that these rows share, without their first time."""
+        return self.storage.repeated_bytes(rows)
+
+    def shared_bytes_behind(self, row: int, positions: int) -> int:
+        """Return the bytes that a row shares with others and would no longer if it kept ``positions`` alone."""
+        return self.storage.shared_bytes_behind(row, positions)
+
+    def shareable_bytes(self, positions: int) -> int:
+        """Return the bytes that a row shares which begins with the first ``positions`` of another one."""
+        return self.storage.shareable_bytes(positions)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page is lost, or counted wrongly."""
+        self.storage.check_integrity()
+
+    def randomise(self, rows: int, positions: int, generator: torch.Generator) -> None:
+        """Fill the first positions of the first rows with random numbers."""
+        self.storage.randomise(rows, positions, generator)
+
+    def resize(self, row: int, positions: int) -> None:
+        """Set the positions that a row may have; the memory of those beyond is freed."""
+        self.storage.resize(row, positions)
+
+
+def _tables(layer_counts: Mapping[KVHeads, int], dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Layers, heads and stored width of each table."""
+    return [
+        (layers, shape.heads, stored_width(width, dtype))
+        for shape, layers in layer_counts.items()
+        for width in shape.stored
+    ]
 
 
 def table_places(layers: Sequence[KVHeads]) -> tuple[tuple[int, int], ...]:

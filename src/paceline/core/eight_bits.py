@@ -39,11 +39,12 @@ def stored(vectors: Tensor, dtype: torch.dtype) -> Tensor:
         return vectors.to(dtype)
     exact = vectors.float()
     magnitude = exact.abs().amax(-1, keepdim=True)
+    largest = torch.full_like(magnitude, LARGEST[dtype])  # torch divides by numbers through their reciprocals
     finite = magnitude.isfinite()
     loud = finite & (magnitude > _SILENT)
-    scaled = torch.where(loud, exact * (LARGEST[dtype] / magnitude), 0.0)
+    scaled = torch.where(loud, exact * (largest / magnitude), 0.0)
     elements = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
-    scales = torch.where(loud, magnitude / LARGEST[dtype], torch.where(finite, 0.0, torch.nan))
+    scales = torch.where(loud, magnitude / largest, torch.where(finite, 0.0, torch.nan))
     return torch.cat((elements.view(torch.int8), scales.view(torch.int8)), -1).view(dtype)
 
 
@@ -72,3 +73,9 @@ def key_balance(bias: Tensor, rotated: int) -> Tensor:
 def scales_of(table: Tensor) -> Tensor:
     """The scales [...] float32 of a table [..., stored width] of 8 bits, whose width must be a multiple of 4."""
     return table[..., -SCALE_BYTES:].view(torch.float32)[..., 0]
+
+
+def random_vectors(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random vectors between -1 and 1 as a table of this shape and dtype stores them."""
+    numbers = torch.empty(*like.shape[:-1], vector_width(like), device=like.device)
+    return stored(numbers.uniform_(-1, 1, generator=generator), like.dtype)

@@ -36,6 +36,16 @@ class Nodes(NamedTuple):
     read: int = 0
     text: int = 0
 
+    def written(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the rows, and of each the first and the end of the slots that its nodes are written to."""
+        firsts: dict[int, int] = {}
+        stops: dict[int, int] = {}
+        slots = (self.positions if self.slots is None else self.slots).tolist()
+        for row, slot in zip(self.rows.tolist(), slots, strict=True):
+            firsts[row] = min(slot, firsts.get(row, slot))
+            stops[row] = max(slot + 1, stops.get(row, 0))
+        return list(firsts), list(firsts.values()), list(stops.values())
+
 
 class Tree(NamedTuple):
     """Tree of each row's pending token (position 0, the root) and its k draft tokens (positions 1 to k).

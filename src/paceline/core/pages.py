@@ -1,16 +1,23 @@
-"""Keys and values by pages of a fixed number of positions, as the CPU kernels read them."""
+"""Pages of keys and values: which page each slot has for each block of positions, and who else has it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 PAGE_POSITIONS = 64  # kPagePositions of csrc/kernels.h: a quarter of the keys that attention weighs at once
 
 
+def pages_for(positions: int) -> int:
+    """Pages that hold so many positions."""
+    return -(-positions // PAGE_POSITIONS)
+
+
 def blocks_for(positions: int) -> int:
-    """Pages of a row's positions and the one behind them, which writes beyond the row's end go to."""
+    """Blocks of a slot of ``positions``, the one that writes beyond its end go to included."""
     return positions // PAGE_POSITIONS + 1
 
 
@@ -22,6 +29,8 @@ class PagedVectors(NamedTuple):
 
     memory: any tensor whose first element is the first vector's, and whose last size is dim.
     pages: int32 [rows, blocks], the page of each block of PAGE_POSITIONS positions.
+    references: int32 [pages], number of rows that have each page: a pass writes only pages that one row has. None: each
+        row has its own pages.
     """
 
     memory: Tensor
@@ -29,3 +38,113 @@ class PagedVectors(NamedTuple):
     layer_stride: int
     page_stride: int
     head_stride: int
+    references: Tensor | None = None
+
+
+class PageCopy(NamedTuple):
+    """A page whose content another page must get before that is read."""
+
+    source: int
+    destination: int
+
+
+class PageTable:
+    """The pages of all slots. Slots share the pages of a common prefix; a page is written while one slot has it.
+
+    A slot has pages for its first blocks of ``PAGE_POSITIONS`` positions. Page 0 belongs to no slot: it stands for the
+    blocks without a page, and writes beyond a slot's end go there.
+
+    pages: int32 [slots, blocks]. references: int32 [pages], number of slots that have each page. Both stay where they
+        are in memory, so that kernels may have their addresses.
+    held: number of blocks of each slot that have a page.
+    freed: pages that no slot has any more, with the data that they had. unused: free pages without data.
+    """
+
+    def __init__(self, slots: int, positions: int) -> None:
+        self.pages = torch.zeros(slots, blocks_for(positions), dtype=torch.int32)
+        self.references = torch.zeros(1 + slots * pages_for(positions), dtype=torch.int32)
+        self.held = [0] * slots
+        self.freed: list[int] = []
+        self.unused = list(range(len(self.references) - 1, 0, -1))
+        self._pages, self._references = self.pages.numpy().data, self.references.numpy().data
+
+    @property
+    def used(self) -> int:
+        """Number of pages that slots have. A page that several have counts once."""
+        return len(self.references) - 1 - len(self.freed) - len(self.unused)
+
+    def repeated(self, slots: Collection[int]) -> int:
+        """Return how many more pages these slots have together than they share."""
+        counts = torch.bincount(self.pages[list(slots)].flatten())[1:]
+        return int((counts - 1).clamp(min=0).sum())
+
+    def shared_behind(self, slot: int, positions: int) -> int:
+        """Return how many pages a slot has in common with others behind its last whole page of ``positions``."""
+        pages = self.pages[slot, positions // PAGE_POSITIONS : self.held[slot]]
+        return int((self.references[pages] > 1).sum())
+
+    def pages_of(self, slot: int) -> list[int]:
+        """Return the pages of a slot in the order of its blocks."""
+        return [self._pages[slot, block] for block in range(self.held[slot])]
+
+    def cover(self, slot: int, first: int, stop: int) -> list[PageCopy]:
+        """Give a slot pages of its own for the positions ``first`` to ``stop`` - 1, so that they can be written.
+
+        Returns a copy to make for each page that it had in common with other slots.
+        """
+        copies = []
+        for block in range(first // PAGE_POSITIONS, min(pages_for(stop), self.held[slot])):
+            shared = self._pages[slot, block]
+            if self._references[shared] > 1:
+                self._references[shared] -= 1
+                copies.append(PageCopy(shared, self._take(slot, block)))
+        for block in range(self.held[slot], pages_for(stop)):
+            self._take(slot, block)
+        self.held[slot] = max(self.held[slot], pages_for(stop))
+        return copies
+
+    def share(self, source: int, slot: int, positions: int) -> list[PageCopy]:
+        """Give a slot the source's pages for its first ``positions``, in place of its own ones.
+
+        Returns a copy to make of the last page if that holds more positions, because the slot is going to write them.
+        """
+        self.cut(slot, 0)
+        self.held[slot] = min(pages_for(positions), self.held[source])
+        for block in range(self.held[slot]):
+            self._pages[slot, block] = page = self._pages[source, block]
+            self._references[page] += 1
+        return self.cover(slot, positions, min(pages_for(positions), self.held[slot]) * PAGE_POSITIONS)
+
+    def cut(self, slot: int, positions: int) -> None:
+        """Free the pages of a slot behind its first ``positions``."""
+        for block in range(pages_for(positions), self.held[slot]):
+            page = self._pages[slot, block]
+            self._pages[slot, block] = 0
+            self._references[page] -= 1
+            if not self._references[page]:
+                self.freed.append(page)
+        self.held[slot] = min(self.held[slot], pages_for(positions))
+
+    def take_freed(self) -> list[int]:
+        """Return the freed pages in ascending order; they count as pages without data from now on."""
+        pages = sorted(self.freed)
+        self.unused += reversed(pages)
+        self.freed.clear()
+        return pages
+
+    def _take(self, slot: int, block: int) -> int:
+        page = self.freed.pop() if self.freed else self.unused.pop()
+        self._references[page] = 1
+        self._pages[slot, block] = page
+        return page
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is free or has as many references as slots have it."""
+        held = torch.arange(self.pages.shape[1]) < torch.tensor(self.held)[:, None]
+        assert torch.equal(self.pages != 0, held), "a slot lacks a page, or has one behind its last one"
+        counts = torch.bincount(self.pages[held], minlength=len(self.references))
+        assert torch.equal(counts.int(), self.references), "references to pages differ from the slots' pages"
+        places = (counts > 0).int()
+        free = torch.tensor([*self.freed, *self.unused], dtype=torch.int64)
+        places.index_add_(0, free, torch.ones_like(free, dtype=torch.int32))
+        assert places[1:].eq(1).all(), "a page is lost, free twice, or free and in use"

@@ -213,8 +213,10 @@ class StatefulCache(KVCache):
         positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        paged: bool = False,
     ) -> None:
-        super().__init__(layers, rows, positions, dtype, device)
+        super().__init__(layers, rows, positions, dtype, device, paged=paged)
         self.states = RecurrentStates(shape, rows, device)
 
     def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import random_vectors
 from paceline.core.pages import PAGE_POSITIONS, PagedVectors, blocks_for
 from paceline.errors import CapacityError
 
@@ -33,10 +34,11 @@ def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -
     """A tensor of zeros. Where rows grow, its pages take memory when they are first written. Raises CapacityError."""
     if not grows_on(torch.device(device)) or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
+    return zeros_in(reserved(math.prod(shape) * dtype.itemsize), dtype).view(shape)
 
 
-def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
+def zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
+    """Return reserved memory as a tensor of one dimension."""
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
@@ -88,10 +90,10 @@ class RowTables:
         return PagedVectors(tensor, self._page_tables[table], outer_stride, page_stride, inner_stride)
 
     @staticmethod
-    def row_bytes(tables: int, shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``positions`` slots takes where rows grow. shape: outer, inner, dim."""
+    def row_bytes(shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
+        """Bytes that a row of ``positions`` slots takes in a table where rows grow. shape: outer, inner, dim."""
         outer, inner, dim = shape
-        return tables * outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
+        return outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
 
     def resize(self, row: int, positions: int) -> None:
         """Set the number of slots of a row; the memory of slots beyond is freed and their content is lost.
@@ -110,6 +112,54 @@ class RowTables:
         slots = self.sizes[row]
         for pages in self._pages:
             pages.give_back(row, slots + 1 if slots else 0)
+
+    def layer(self, table: Tensor, layer: int) -> Tensor:
+        """Return the vectors of an outer index, [row, inner, slot, dim]."""
+        return table[layer]
+
+    def by_row(self, table: Tensor) -> Tensor:
+        """Return a table, [outer, row, inner, slot, dim]."""
+        return table
+
+    def vectors(self, table: Tensor, layer: int) -> Tensor:
+        """Return the vectors of an outer index, [N, dim], which ``vector_index`` numbers."""
+        return table[layer].view(-1, table.shape[-1])
+
+    def vector_index(self, table: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        """Numbers of the vectors at ``slots`` [B, L] of ``rows`` [B]: [B * inner * L] int64.
+
+        Those beyond a row's end are its trash slot's.
+        """
+        inner, width = table.shape[2:4]
+        line = rows[:, None, None] * inner + torch.arange(inner, device=slots.device)[None, :, None]
+        return (line * width + self.within(rows[:, None], slots)[:, None, :]).flatten()
+
+    def cover(self, rows: Sequence[int], firsts: Sequence[int], stops: Sequence[int]) -> None:
+        """Prepare for writes at the slots firsts[i] to stops[i] - 1: each row has its slots."""
+
+    def cut(self, row: int, slots: int) -> None:
+        """Forget what a row has behind its first ``slots`` slots, which is overwritten later."""
+
+    def repeated_bytes(self, rows: Collection[int]) -> int:
+        """Return the bytes that these rows share: none."""
+        return 0
+
+    def shared_bytes_behind(self, row: int, slots: int) -> int:
+        """Return the bytes that a row shares with others behind its first ``slots`` slots: none."""
+        return 0
+
+    def shareable_bytes(self, slots: int) -> int:
+        """Return the bytes that a row shares which begins as another one does: none."""
+        return 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tables are in order, as these always are."""
+
+    def randomise(self, rows: int, slots: int, generator: torch.Generator) -> None:
+        """Fill the first slots of the first rows with random numbers."""
+        for table in self.tables:
+            for row in (row for layer in table for row in layer[:rows]):
+                row[:, :slots] = random_vectors(row[:, :slots], generator)
 
     def within(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Replace slots beyond a row's end by its trash slot.
@@ -150,8 +200,8 @@ class _Pages:
         self._outer, self._rows, self._inner, width, dim = shape
         self._slot = dim * dtype.itemsize
         self._stripe = width * self._slot
-        self._memory = _reserve(math.prod(shape) * dtype.itemsize)
-        self.tensor = _zeros_in(self._memory, dtype).view(shape)
+        self._memory = reserved(math.prod(shape) * dtype.itemsize)
+        self.tensor = zeros_in(self._memory, dtype).view(shape)
 
     def give_back(self, row: int, slots: int) -> None:
         """Free all of a row but its first ``slots`` slots. Freed slots read as zeros."""
@@ -167,7 +217,7 @@ class _Pages:
                 self._memory.madvise(mmap.MADV_DONTNEED, stripe * self._stripe + kept, self._stripe - kept)
 
 
-def _reserve(size: int) -> mmap.mmap:
+def reserved(size: int) -> mmap.mmap:
     """Reserve address space of ``size`` bytes, without huge pages, which would span the unused tails of several rows.
 
     Raises CapacityError if the system refuses.

@@ -173,8 +173,11 @@ class Engine:
     def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
         self.slots.forget()
-        with self._own_threads():
-            return self._calibration(grid).run(progress)
+        try:
+            with self._own_threads():
+                return self._calibration(grid).run(progress)
+        finally:
+            self.slots.forget()  # frees what the measured rows held
 
     @ignore_torch_context
     @torch.inference_mode()

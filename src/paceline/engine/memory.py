@@ -20,7 +20,7 @@ from paceline.drafters.vocabulary_size import short_head_bytes
 from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError
-from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
+from paceline.models.base import AnyModel, is_paged, kv_layers_of, state_shape_of
 from paceline.models.torch.transformer import Transformer
 
 GIB = 2**30
@@ -115,8 +115,8 @@ def _cache_bytes(model: AnyModel, dtype: torch.dtype, positions: int) -> int:
     layers, fused = kv_layers_of(model), 0
     if isinstance(model, HeadModel):
         fused, positions = model.fused_bytes(positions), positions + model.slots_behind
-    if grows_on(model.device):
-        kept = KVCache.growing_bytes(layers, positions, dtype)
+    if grows_on(model.device) or is_paged(model):
+        kept = KVCache.growing_bytes(layers, positions, dtype, paged=is_paged(model))
     else:
         kept = KVCache.bytes_for(layers, 1, positions, dtype)
     return kept + fused

@@ -119,8 +119,9 @@ class Scheduler:
     def filled(self) -> CacheUsage:
         """The memory that caches hold now."""
         lengths = [*self.batch.lengths, *(sequence.prefilled for sequence in self.prefilling)]
-        room = self.slots.room
-        return CacheUsage(sum(map(room.bytes_for, lengths)), self.slots.prefix_bytes, room.limit)
+        slots, room = self.slots, self.slots.room
+        rows = sum(map(room.bytes_for, lengths)) - slots.repeated_bytes(slots.used)
+        return CacheUsage(rows, slots.prefix_bytes, room.limit)
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""

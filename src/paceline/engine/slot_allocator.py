@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from paceline.core.batch import Batch, RowStart
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
@@ -22,6 +23,13 @@ from paceline.engine.rounds.round import Speculation
 from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
 from paceline.errors import NotFiniteError
+
+
+class PrefixSource(NamedTuple):
+    """A slot, and how many of its first tokens a prompt can copy; (-1, 0): there is none."""
+
+    slot: int
+    tokens: int
 
 
 @dataclass
@@ -56,17 +64,27 @@ class SlotAllocator:
         free = len(self.free.prefixes)
         if free == 0 or not self.room.is_short:
             return free
-        return min(free, self.room.max_rows(self._max_cache_tokens(sequence), self.reserved_bytes))
+        each = self.room.bytes_for(self._max_cache_tokens(sequence))
+        source = self._source_in_use(sequence)
+        for decoder, copied in zip(self.parts.decoders, self._cached(source.slot, source.tokens), strict=True):
+            each -= decoder.cache.shareable_bytes(copied)
+        return min(free, max(0, self.room.limit - self.reserved_bytes) // max(1, each))
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved for the caches of the sequences that have a slot."""
-        return sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.used.values())
+        """Bytes reserved for the caches of the sequences that have a slot. What several share counts once."""
+        each = sum(self.room.bytes_for(sequence.reserved_tokens) for sequence in self.used.values())
+        return each - self.repeated_bytes(self.used)
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes that the prefixes in free slots hold."""
-        return sum(map(self._prefix_bytes, self.free.prefixes))
+        """Bytes that only the prefixes in free slots hold."""
+        repeated = self.repeated_bytes(range(self.batch.capacity)) - self.repeated_bytes(self.used)
+        return sum(map(self._prefix_bytes, self.free.prefixes)) - repeated
+
+    def repeated_bytes(self, slots: Collection[int]) -> int:
+        """Return the bytes that slots share in all caches, without their first time."""
+        return sum(decoder.cache.repeated_bytes(slots) for decoder in self.parts.decoders) if slots else 0
 
     def take(self, sequence: Sequence) -> None:
         """Give a slot to a sequence, with the part of its prompt that the slot holds."""
@@ -153,10 +171,16 @@ class SlotAllocator:
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
         reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
         self._stop_where_others_part(sequence, max(common.values()), max(reusable.values()))
-        slot = self.free.choose(reusable, best_source(self._texts_in_use(sequence), prompt, scope, cut)[1])
+        in_use = self._source_in_use(sequence)
+        slot = self.free.choose(reusable, in_use.tokens)
         if self.room.is_short:
-            slot = self._make_way(slot, reusable, sequence.reserved_tokens)
+            slot = self._make_way(slot, reusable, in_use, sequence.reserved_tokens)
         return slot, reusable[slot]
+
+    def _source_in_use(self, sequence: Sequence) -> PrefixSource:
+        """Return the slot in use that holds most of what the sequence can copy."""
+        texts, cut = self._texts_in_use(sequence), self._cut_for(sequence)
+        return PrefixSource(*best_source(texts, sequence.prompt, sequence.scope, cut))
 
     def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
         """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
@@ -181,37 +205,64 @@ class SlotAllocator:
         """Return the cache positions that the sequence's row may need."""
         return self.batch.positions_for(len(sequence.prompt) + sequence.params.max_tokens)
 
-    def _make_way(self, slot: int, reusable: dict[int, int], tokens: int) -> int:
+    def _make_way(self, slot: int, reusable: dict[int, int], in_use: PrefixSource, tokens: int) -> int:
         """Empty free slots until a sequence of ``tokens`` positions fits. Return the free slot to use.
+
+        reusable: tokens of the prompt that each free slot holds; 0 afterwards for those that are emptied.
+        in_use: the slot in use that holds most of the prompt.
 
         The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
         source = max(reusable, key=reusable.__getitem__)
-        victims = (other for other in self.free.by_use if other not in (slot, source))
-        new = self.room.bytes_for(tokens) - self._prefix_bytes(slot)
-        spare = self.room.limit - self.reserved_bytes - self.prefix_bytes - new
-        while spare < 0 and (victim := next(victims, None)) is not None:
-            spare += self._empty(victim)
-        if spare < 0 and source != slot:
+        victims = [other for other in self.free.by_use if other not in (slot, source)]
+
+        def fits() -> bool:
+            others = in_use, PrefixSource(source, 0 if source == slot else reusable[source])
+            new = self._new_bytes(slot, reusable[slot], max(others, key=lambda other: other.tokens), tokens)
+            return self.reserved_bytes + self.prefix_bytes + new <= self.room.limit
+
+        while not fits() and victims:
+            self._empty(victims[0])
+            reusable[victims.pop(0)] = 0
+        if source != slot and not fits():
             slot, source = (source, slot) if reusable[source] > reusable[slot] else (slot, source)
             self._empty(source)
+            reusable[source] = 0
+        if not fits():  # it shares more with the slot in use than with its own pages
+            self._empty(slot)
+            reusable[slot] = 0
         return slot
+
+    def _new_bytes(self, slot: int, cached: int, source: PrefixSource, tokens: int) -> int:
+        """Return the bytes that a sequence of ``tokens`` positions adds to those of a free slot's prefix.
+
+        It keeps the prefix's first ``cached`` tokens, unless it copies more from the source, and shares whole pages.
+        """
+        new = self.room.bytes_for(tokens) - self._prefix_bytes(slot)
+        kept, copied = self._cached(slot, cached), self._cached(source.slot, source.tokens)
+        for decoder, own, other in zip(self.parts.decoders, kept, copied, strict=True):
+            if other > own:
+                new += decoder.cache.shared_bytes_behind(slot, 0) - decoder.cache.shareable_bytes(other)
+            else:
+                new += decoder.cache.shared_bytes_behind(slot, own)
+        return new
 
     def _prefix_bytes(self, slot: int) -> int:
         return self.room.bytes_for(len(self.free.prefixes[slot].tokens))
 
-    def _empty(self, slot: int) -> int:
-        """Drop the prefix of a free slot. Return the bytes that this frees."""
-        freed = self._prefix_bytes(slot)
+    def _empty(self, slot: int) -> None:
+        """Drop the prefix of a free slot."""
         self.free.prefixes[slot] = CachedPrefix()
         self.batch.free_slot(slot, 0)
         self._resize(slot, 0)
-        return freed
 
     def _resize(self, slot: int, positions: int) -> None:
-        """Resize a slot in all caches, if memory is short."""
-        for decoder in self.parts.decoders if self.room.is_short else ():
-            decoder.resize_row(slot, positions)
+        """Free what all caches hold of a slot behind these positions, and if memory is short, set its size."""
+        for decoder in self.parts.decoders:
+            if self.room.is_short:
+                decoder.resize_row(slot, positions)
+            else:
+                decoder.cache.cut(slot, positions)
 
     def text(self, sequence: Sequence) -> list[int]:
         """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
@@ -283,10 +334,12 @@ class SlotAllocator:
             assert not prefix.tokens or lengths[slot] > len(prefix.tokens), (
                 f"slot {slot}: a round would overwrite its prefix"
             )
+        for decoder in self.parts.decoders:
+            decoder.cache.check_integrity()
         if not self.room.is_short:
             return
         sizes = {slot: sequence.reserved_tokens for slot, sequence in self.used.items()}
         sizes |= {slot: len(prefix.tokens) for slot, prefix in self.free.prefixes.items()}
         for decoder in self.parts.decoders:
             assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
-        assert sum(map(self.room.bytes_for, sizes.values())) <= self.room.limit, "reservations exceed the memory limit"
+        assert self.reserved_bytes + self.prefix_bytes <= self.room.limit, "reservations exceed the memory limit"

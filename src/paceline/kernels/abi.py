@@ -264,7 +264,7 @@ class CCache(Structure):
     _fields_ = (
         ("tables", POINTER(CKVTable)), ("table_count", c_int64), ("rows", c_int64), ("capacity", c_int64),
         ("element", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
-        ("count", c_void_p), ("window", c_int64), ("adapter_of", c_void_p),
+        ("count", c_void_p), ("window", c_int64), ("references", c_void_p), ("adapter_of", c_void_p),
     )
 
 
@@ -447,4 +447,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "73ce17d64ba81dc5"
+INTERFACE = "c687445a1be0aa38"

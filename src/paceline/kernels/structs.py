@@ -48,11 +48,12 @@ def cache(of: KVCache) -> abi.CCache:
         for shape, layers in of.layer_counts.items()
     ]
     described = abi.CCache(
+        references=address(of.paged(0).references),
         tables=(abi.CKVTable * len(tables))(*tables),
         table_count=len(tables),
         rows=of.rows,
         capacity=of.positions,
-        element=CACHE_ELEMENTS[of.keys.dtype],
+        element=CACHE_ELEMENTS[of.dtype],
         adapter_of=of.adapter_of.data_ptr(),
     )
     if isinstance(of, StatefulCache):

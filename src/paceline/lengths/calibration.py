@@ -16,7 +16,6 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.eight_bits import stored, vector_width
 from paceline.core.rows import StepFeatures
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
@@ -288,10 +287,7 @@ class Calibration:
         """Fill caches with random numbers, because untouched memory would be read too fast."""
         generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
-            for table in decoder.cache.tables:
-                for row in (row for layer in table for row in layer[:rows]):
-                    numbers = row.new_empty(len(row), context, vector_width(table), dtype=torch.float32)
-                    row[:, :context] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
+            decoder.cache.randomise(rows, context, generator)
 
     def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.

@@ -195,6 +195,16 @@ class Recurrent(AnyModel, Protocol):
     state_shape: StateShape | None  # None: all of its layers are attention
 
 
+@runtime_checkable
+class Paged(AnyModel, Protocol):
+    """A model that may read and write keys and values by pages, which rows share (``core.pages``)."""
+
+    @property
+    def paged(self) -> bool:
+        """Whether it does."""
+        ...
+
+
 def state_shape_of(model: AnyModel) -> StateShape | None:
     """Return the shape of a model's recurrent states; None if it has none."""
     return model.state_shape if isinstance(model, Recurrent) else None
@@ -206,8 +216,14 @@ def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
     return model.kv_layers if isinstance(model, OwnKVLayers) else [one] * model.layers
 
 
+def is_paged(model: AnyModel) -> bool:
+    """Return whether a model reads and writes keys and values by pages."""
+    return isinstance(model, Paged) and model.paged
+
+
 def cache_of(model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None = None) -> KVCache:
     """Allocate the keys and values of a model, and its recurrent states. dtype: of keys and values; None: its own."""
     sizes = kv_layers_of(model), rows, positions, model.dtype if dtype is None else dtype, model.device
+    paged = is_paged(model)
     shape = state_shape_of(model)
-    return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)
+    return KVCache(*sizes, paged=paged) if shape is None else StatefulCache(shape, *sizes, paged=paged)

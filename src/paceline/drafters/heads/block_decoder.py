@@ -100,7 +100,7 @@ class BlockPasses(Passes):
 
     def fill(self, parts: Sequence[Part]) -> None:
         slots, firsts, sizes = zip(*((part.slot, part.first, len(part.tokens)) for part in parts), strict=True)
-        self._decoder.inject(*listed(slots, firsts, sizes, self.cache.keys.device))
+        self._decoder.inject(*listed(slots, firsts, sizes, self.cache.device))
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
         raise AssertionError("the text of a block drafter has no hidden states")
@@ -224,7 +224,7 @@ class TorchBlockDecoder(BlockDecoder):
         super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:
-        places = self.cache.within(rows, positions)
+        places = self.cache.storage.within(rows, positions)
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):

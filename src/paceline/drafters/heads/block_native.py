@@ -110,6 +110,7 @@ class NativeBlockDecoder(BlockDecoder):
         self._described = structs.cache(self.cache)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:
+        self.cache.cover(*Nodes(positions, rows, positions).written())
         problem = self.model.decoder.inject(self.fused_states.described, self._described, rows, positions)
         if problem is not None:
             raise ParameterError("tokens", f"[{len(rows)} tokens]", problem)
@@ -123,6 +124,7 @@ class NativeBlockDecoder(BlockDecoder):
         nodes = Nodes(tokens.flatten(), rows.index.repeat_interleave(spec.size), positions.flatten())
         ends = (starts + spec.size - 1).repeat_interleave(spec.size)
         hidden = torch.empty(tokens.numel(), model.width)
+        self.cache.cover(*nodes.written())
         problem = model.decoder.forward(nodes, self._described, hidden, None, None, ends=ends)
         if problem is not None:
             raise ParameterError("tokens", f"[{len(nodes.tokens)} tokens]", problem)

@@ -82,7 +82,7 @@ class HeadModel:
     def fused_bytes(self, positions: int) -> int:
         """Bytes of a row's fused hidden states for ``positions`` tokens, beside keys and values."""
         if grows_on(self.device):
-            return RowTables.row_bytes(1, (1, 1, self.fused_width), positions, self.dtype)
+            return RowTables.row_bytes((1, 1, self.fused_width), positions, self.dtype)
         return (positions + 1) * self.fused_width * self.dtype.itemsize
 
 

@@ -41,6 +41,8 @@ class NativeHead(HeadModel):
     Raises ModelFormatError if the kernels cannot run it.
     """
 
+    paged = True
+
     def __init__(
         self,
         head: Head,

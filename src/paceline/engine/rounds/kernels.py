@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from ctypes import pointer
 from functools import partial
 from typing import TypeGuard
@@ -137,7 +138,7 @@ class NativeRound:
         call.counts, call.draft_tokens = start + 8 * rows, start + 16 * rows
         call.parents = None if draft.parents is None else call.draft_tokens + 8 * rows * width
         call.draft_stride, call.draft = width, None
-        self._run(rows + sum(drafted))
+        self._run(drafted)
 
     def _begin_with(self, draft: PlannedDraft) -> None:
         """Run a round that makes the draft first, so that draft, verification and commit are one call."""
@@ -145,14 +146,17 @@ class NativeRound:
         call.slots, call.counts, call.draft_tokens, call.parents = made.slots, made.drawn, made.draft_tokens, None
         call.draft_stride, call.draft = made.draft_stride, pointer(made)
         call.drafter, call.draft_cache = drafting.library.handle, pointer(drafting.cache)
-        self._run(self._batch.rows + sum(draft.planned))
+        self._run(draft.planned)
         draft.note_made()
 
-    def _run(self, tokens: int) -> None:
-        """Run the call, which verifies at most ``tokens`` tokens in all."""
+    def _run(self, drafted: Sequence[int]) -> None:
+        """Run the call, which verifies at most ``drafted[i]`` draft tokens of each row."""
+        batch = self._batch
+        stops = [length + count for length, count in zip(batch.lengths, drafted, strict=True)]
+        self._target.cache.cover(batch.slots, [length - 1 for length in batch.lengths], stops)
         self._describe_rows()
-        self._make_room(tokens)
-        self._call.rows = self._batch.rows
+        self._make_room(batch.rows + sum(drafted))
+        self._call.rows = batch.rows
         self._model.run_round(self._call, self._target.cache, self._threads)
 
     def _describe_rows(self) -> None:

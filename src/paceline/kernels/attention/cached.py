@@ -30,7 +30,7 @@ class CachedAttend:
         return self._indices[table]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
-        if terms.balance is not None and self.cache.keys.dtype in LARGEST:
+        if terms.balance is not None and self.cache.dtype in LARGEST:
             k = k / terms.balance[:, None].to(k.dtype)
         self.cache.write(layer, self._index(layer), k, v)
         return self.again(layer, q, terms)

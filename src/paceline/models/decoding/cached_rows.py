@@ -42,6 +42,7 @@ class CachedRows:
     def cut_row(self, row: int, length: int) -> None:
         """Begin a new text in a row, of which at most ``length`` tokens are in the cache already."""
         self.num_computed_tokens[row].clamp_(max=length)
+        self.cache.cut(row, length)
         if self._recurrent is not None:
             self._recurrent.cut(row, length)
 

@@ -52,7 +52,7 @@ class NativeDrafting:
         self.branches = kept is not None  # the kernels draw trees of heads only
         self._first = first
         self._kept, states = kept or (abi.CKept(), None)
-        self._memory = owner.cache, states  # a planned draft may outlive the decoder
+        self._cache, self._memory = owner.cache, states  # a planned draft may outlive the decoder
         self._computed, self._vocab_size = owner.num_computed_tokens.numpy().data, owner.vocab_size
         self.scratch = self._empty_logits(owner.cache.rows)
         self._vocabulary: DraftVocabulary | None = None
@@ -84,6 +84,8 @@ class NativeDrafting:
         parts = [(row, max(self._first, start), stop) for row, start, stop in zip(rows, starts, stops, strict=True)]
         lines = [part for part in parts if part[1] < part[2]]
         if lines:
+            slots, firsts, ends = zip(*lines, strict=True)
+            self._cache.cover(slots, [first - self._first for first in firsts], ends)
             numbers = array("q", [number for column in zip(*lines, strict=True) for number in column])
             self.run(self._call(batch, len(lines), numbers))
         for row, _, stop in parts:
@@ -113,7 +115,9 @@ class NativeDrafting:
         rows, deepest = batch.rows, max(counts)
         most = deepest if width == 1 else min(MAX_SPECULATION_LENGTH, deepest * width)
         slots, lengths = batch.slots, batch.lengths
-        columns = [*slots, *(max(self._first, self._computed[slot]) for slot in slots), *lengths, *counts]
+        starts = [max(self._first, self._computed[slot]) for slot in slots]
+        self._cache.cover(slots, [start - self._first for start in starts], [length + most for length in lengths])
+        columns = [*slots, *starts, *lengths, *counts]
         tables = 1 if width == 1 else 3
         numbers = array("q", [*columns, *bytes(rows * (1 + tables * most))])
         chances = None if stop_drafting is None and width == 1 else array("f", bytes(4 * rows * most))

@@ -136,7 +136,7 @@ class PaddedPasses(Passes):
         super().__init__(model, cache, vocab_size)
         self._model, self._backend, self._adapters = model, backend, adapters
         on_triton = backend.name == "ragged" and model.device.type == "cuda"
-        self.packs = on_triton and cache.keys.dtype not in LARGEST  # Triton also writes caches of 16 bits
+        self.packs = on_triton and cache.dtype not in LARGEST  # Triton also writes caches of 16 bits
 
     def forward(
         self,

@@ -51,6 +51,8 @@ class NativeModel:
     quantization.
     """
 
+    paged = True
+
     def __init__(
         self,
         spec: NativeSpec,
@@ -143,6 +145,7 @@ class NativeModel:
         count = nodes.tokens.shape[0] - nodes.read
         features = torch.empty(count, len(taps), self.width, dtype=torch.float32) if taps else None
         if count > 0:
+            cache.cover(*nodes.written())
             tensors = [None if tensor is None else tensor.contiguous() for tensor in nodes[:5]]
             flat = Nodes(*tensors)._replace(read=nodes.read, text=nodes.text)  # type: ignore[arg-type]
             tapped = None if features is None else (self.tap_places(taps), features)
@@ -251,8 +254,8 @@ def _check_cache(cache: KVCache, model: NativeModel) -> None:
     found = [cache.shapes[table] for table, _ in cache.places]
     if found != list(model.kv_layers):
         raise ParameterError("cache", _in_words(found), _in_words(model.kv_layers))
-    if cache.keys.dtype not in structs.CACHE_ELEMENTS:
-        raise ParameterError("cache", cache.keys.dtype, "float32, bfloat16 or int8")
+    if cache.dtype not in structs.CACHE_ELEMENTS:
+        raise ParameterError("cache", cache.dtype, "float32, bfloat16 or int8")
 
 
 def _in_words(layers: Sequence[KVHeads]) -> str:
