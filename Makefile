@@ -58,7 +58,7 @@ bench-peers: $(INSTALLED) ## beside transformers, vLLM, OpenVINO, llama.cpp: ben
 bench-serve: $(INSTALLED) ## the server under load, beside `transformers serve`: benchmarks/results, docs/img/serve.png
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.serve.run $(ARGS)
 
-screenshot: setup docs ## docs/img: playground.png, trace.png and site.png, by headless chromium (apt-get install chromium)
+screenshot: setup docs ## docs/img: chat.png, inspector.png, trace.png and site.png, by headless chromium (apt-get install chromium)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.screenshot $(ARGS)
 
 docs: $(INSTALLED) ## build/docs: the documentation as a site; a warning or a link that leads nowhere ends it

@@ -1,8 +1,9 @@
-"""The effect of quantised weights: perplexity on a text, and how long greedy answers stay the same.
+"""The effect of quantised weights or caches: perplexity on a text, and how long greedy answers stay the same.
 
     python -m benchmarks.quality MODEL --precisions bfloat16,int8,int4
+    python -m benchmarks.quality MODEL --precisions bfloat16,int8-cache --piece 4096
 
-The text is fed in pieces of ``PIECE`` tokens, each on its own, so that every precision has the same contexts. The
+The text is fed in pieces of ``--piece`` tokens, each on its own, so that every precision has the same contexts. The
 standard error is that of the paired difference: both precisions predict the same tokens and share most of their noise.
 The last line is one JSON document.
 """
@@ -25,11 +26,11 @@ from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import EngineOptions, SamplingParams
 from paceline.config.files import check_output, read_text
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.prefixes import common_prefix_length
 from paceline.errors import ParameterError
 from paceline.kernels.attention import BACKENDS
 from paceline.llm import LLM
-from paceline.models.base import AnyModel
 from paceline.models.decoding.decoder import Decoder
 from paceline.tools.bench.measure import questions, run_batch
 from paceline.tools.bench.offline import machine, versions
@@ -43,6 +44,8 @@ PRECISIONS: dict[str, EngineOptions] = {
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8-cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "fp8-cache": {"dtype": "bfloat16", "attention": "padded", "kv_cache_dtype": "fp8"},
 }
 
 
@@ -80,22 +83,30 @@ def python_reference() -> str:
 
 
 @torch.inference_mode()
-def predict(llm: LLM, tokens: Sequence[int]) -> Predictions:
-    """A model's predictions on a text of at least two tokens, and its greedy answers to the built-in prompts."""
-    pieces = [list(tokens[start : start + PIECE]) for start in range(0, len(tokens) - 1, PIECE)]
-    parts = [_piece(llm.engine.models.target, piece) for piece in pieces]
+def predict(llm: LLM, tokens: Sequence[int], size: int = PIECE) -> Predictions:
+    """A model's predictions on a text of at least two tokens, and its greedy answers to the built-in prompts.
+
+    size: tokens of the pieces in which the text is fed.
+    """
+    pieces = [list(tokens[start : start + size]) for start in range(0, len(tokens) - 1, size)]
+    parts = [_piece(llm, piece) for piece in pieces]
     run = run_batch(llm, questions(llm, OPEN), SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True))
     logprobs, top = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Predictions(logprobs, top, run.token_ids)
 
 
-def _piece(model: AnyModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    decoder = Decoder(model, BACKENDS["padded"](), 1, len(tokens))
+def _piece(llm: LLM, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    model = llm.engine.models.target
+    kv_dtype = cache_dtype(model, llm.engine.config)
+    decoder = Decoder(model, BACKENDS["padded"](), 1, len(tokens), kv_dtype=kv_dtype)
     ids = torch.tensor([tokens], device=model.device)
-    hidden = decoder.forward(ids, ids.new_zeros(1), len(tokens))
-    logits = decoder.logits(hidden[0, :-1])
-    own = logits.log_softmax(dim=1).gather(1, ids[0, 1:, None])[:, 0]
-    return own.cpu(), logits.argmax(dim=1).cpu()
+    hidden = decoder.forward(ids, ids.new_zeros(1), len(tokens))[0, :-1]
+    own, top = [], []
+    for states, following in zip(hidden.split(PIECE), ids[0, 1:].split(PIECE), strict=True):
+        logits = decoder.logits(states)
+        own.append(logits.log_softmax(dim=1).gather(1, following[:, None])[:, 0].cpu())
+        top.append(logits.argmax(dim=1).cpu())
+    return torch.cat(own), torch.cat(top)
 
 
 def compare(precision: str, here: Predictions, first: Predictions, weight_bytes: int) -> Quality:
@@ -123,19 +134,21 @@ def main(
         Path | None, typer.Option("--text", help="A text file. Default: the reference that comes with Python.")
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text to use.")] = 8192,
+    piece: Annotated[int, typer.Option("--piece", min=2, help="Tokens of the pieces in which it is fed.")] = PIECE,
     output: Annotated[Path | None, typer.Option("--output", help="Also write the JSON document to a file.")] = None,
 ) -> None:
     """Perplexity, top-token and greedy agreement of quantised weights. The last line is one JSON document."""
     check_output("--output", output)
     wanted = words("--precisions", precisions, PRECISIONS)
     content = python_reference() if text is None else read_text("--text", text)
-    results, used = measure(model, wanted, content, tokens)
+    results, used = measure(model, wanted, content, tokens, piece)
     stderr().print(_table(results))
     document = {
         "command": command_line("python -m benchmarks.quality"),
         "model": model,
         "text": "the reference that comes with Python" if text is None else text.name,
         "tokens": used,
+        "piece": piece,
         "results": [asdict(result) for result in results],
         "machine": machine(),
         "versions": versions(),
@@ -143,7 +156,7 @@ def main(
     end(document, output)
 
 
-def measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[list[Quality], int]:
+def measure(model: str, precisions: list[str], text: str, tokens: int, piece: int) -> tuple[list[Quality], int]:
     """The quality of each precision and the number of tokens used, one model in memory at a time."""
     first: Predictions | None = None
     results: list[Quality] = []
@@ -155,7 +168,7 @@ def measure(model: str, precisions: list[str], text: str, tokens: int) -> tuple[
             ids = llm.requests.tokenizer.encode(text)[:tokens]
             if (used := len(ids)) < 2:
                 raise ParameterError("--text", f"{used} tokens", "a text of at least 2 tokens")
-            here = predict(llm, ids)
+            here = predict(llm, ids, piece)
             first = first or here
             results.append(compare(precision, here, first, llm.engine.models.target.weight_bytes()))
             llm.close()

@@ -1,7 +1,7 @@
 """``make screenshot``: takes the pictures of the documentation. Needs chromium on the path.
 
-docs/img/playground.png shows the page at / while SmolLM2 answers, docs/img/trace.png the page of ``paceline trace``,
-docs/img/site.png the first page built by ``make docs``.
+docs/img/chat.png shows a conversation with SmolLM2 at /chat, docs/img/inspector.png the page at / while it answers,
+docs/img/trace.png the page of ``paceline trace``, docs/img/site.png the first page built by ``make docs``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.serve.servers import free_port, running
-from playwright.sync_api import Browser, FloatRect, Page, ViewportSize, sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, FloatRect, Page, ViewportSize, expect, sync_playwright
 
 MODEL = "smollm2-135m"
 PICTURES = Path(__file__).parents[1] / "docs" / "img"
 VIEWPORT: ViewportSize = {"width": 1360, "height": 960}
+LAPTOP: ViewportSize = {"width": 1366, "height": 768}
 TOP: FloatRect = {"x": 0, "y": 0, "width": 1360, "height": 1900}
+COLOURS = 128  # of a picture: half the bytes, and no difference to see
+PATIENCE = 120_000  # milliseconds
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short Python function that reverses a string, with an example of its use.",
+)
 PROMPT = (
     "Write a Python class Stack with the methods push, pop, peek and is_empty. Then write the same class once more, "
     "with a docstring in every method."
@@ -37,6 +46,13 @@ def served() -> Iterator[str]:
         yield url
 
 
+def save(page: Page, name: str, **options: Any) -> None:
+    """Write a picture of the page to docs/img."""
+    path = PICTURES / f"{name}.png"
+    page.screenshot(path=path, **options)
+    Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
 def send_requests(page: Page) -> None:
     """Send enough requests for the charts; some answers of the last one are still running."""
     page.get_by_role("textbox", name="Message", exact=True).fill(PROMPT)
@@ -45,7 +61,8 @@ def send_requests(page: Page) -> None:
         page.get_by_label("Answers", exact=True).fill(str(n))
         page.get_by_label("Max tokens").fill(str(tokens))
         page.get_by_role("button", name="Generate").click()
-        page.wait_for_function("n => document.querySelectorAll('.answer.ended').length >= n", arg=ended)
+        expect(page.locator(".answer")).to_have_count(n)
+        expect(page.locator(".answer.ended").nth(ended - 1)).to_be_visible(timeout=PATIENCE)
 
 
 def traced(folder: Path) -> Path:
@@ -57,13 +74,28 @@ def traced(folder: Path) -> Path:
     return out
 
 
-def playground(browser: Browser) -> None:
-    """The server's page while it answers."""
+def chat(browser: Browser) -> None:
+    """A conversation on the server's chat page."""
+    page = browser.new_page(viewport=LAPTOP, color_scheme="light")
+    with served() as url:
+        page.goto(f"{url}/chat")
+        expect(page.locator("#state")).to_have_text("ready", timeout=PATIENCE)
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        for asked, question in enumerate(QUESTIONS, 1):
+            page.get_by_role("textbox", name="Message", exact=True).fill(question)
+            page.get_by_role("button", name="Send", exact=True).click()
+            expect(page.locator(".turn.assistant.ended")).to_have_count(asked, timeout=PATIENCE)
+        save(page, "chat")
+
+
+def inspector(browser: Browser) -> None:
+    """The server's first page while it answers."""
     page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
     with served() as url:
         page.goto(url)
         send_requests(page)
-        page.screenshot(path=PICTURES / "playground.png", full_page=True)
+        save(page, "inspector", full_page=True)
 
 
 def trace(browser: Browser) -> None:
@@ -75,17 +107,17 @@ def trace(browser: Browser) -> None:
             line.evaluate(
                 "(line, home) => { line.textContent = line.textContent.replaceAll(home, '~') }", str(Path.home())
             )
-        page.screenshot(path=PICTURES / "trace.png", full_page=True, clip=TOP)
+        save(page, "trace", full_page=True, clip=TOP)
 
 
 def site(browser: Browser) -> None:
     """The first page of the documentation."""
     page = browser.new_page(viewport=VIEWPORT, color_scheme="light")
     page.goto((PICTURES.parents[1] / "build" / "docs" / "index.html").as_uri())
-    page.screenshot(path=PICTURES / "site.png")
+    save(page, "site")
 
 
-PAGES = {"playground": playground, "trace": trace, "site": site}
+PAGES = {"chat": chat, "inspector": inspector, "trace": trace, "site": site}
 
 
 def main() -> None:

@@ -165,16 +165,53 @@ inline void rotate(float* x, const float* cosine, const float* sine, int half) {
   }
 }
 
-inline size_t cache_offset(const Attention& a, int64_t row, int head, int64_t position) {
-  return static_cast<size_t>(row) * a.row_stride + static_cast<size_t>(head) * a.head_stride +
-         static_cast<size_t>(position) * a.position_stride;
+// Keys or values of one row and head. The positions of a page lie side by side, `stride` elements apart; a run of positions
+// that begins at a multiple of 16 and has 16 at most is in one page.
+template <class T>
+struct PagedVectors {
+  const T* first;  // the head's vectors in page 0
+  const int32_t* pages;
+  size_t page_stride, stride;
+  const T* at(int64_t position) const {
+    const size_t i = static_cast<size_t>(position), page = static_cast<size_t>(pages[i / kPagePositions]);
+    return first + page * page_stride + i % kPagePositions * stride;
+  }
+};
+
+template <class T>
+inline PagedVectors<T> vectors_of(const Attention& a, const uint8_t* keys_or_values, RowHead of) {
+  return {reinterpret_cast<const T*>(keys_or_values) + static_cast<size_t>(of.kv_head) * a.head_stride,
+          a.pages + static_cast<size_t>(of.row) * a.blocks, a.page_stride, a.position_stride};
+}
+
+// Rounds a vector to int8 by its own scale alone, so that no other token changes its bits, and stores both. A vector that
+// is not finite gets the scale NaN.
+inline void store_scaled(const float* x, int dim, int8_t* out) {
+  I16 top = izero();
+  for (int i = 0; i < dim; i += 16) top = max(top, size_bits(load(x + i)));
+  const int32_t bits = largest(top);
+  float amplitude;
+  memcpy(&amplitude, &bits, sizeof amplitude);
+  const bool loud = finite(amplitude) && amplitude > kSmallestAmplitude;
+  const F16 inverse = set1(loud ? 127.0f / amplitude : 0.0f);
+  for (int i = 0; i < dim; i += 16) store_int8(out + i, loud ? round_to_int(load(x + i) * inverse) : izero());
+  const float scale = loud ? amplitude / 127.0f : finite(amplitude) ? 0.0f : kNaN;
+  memcpy(out + dim, &scale, sizeof scale);
 }
 
 inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const float* x) {
+  if (a.element == kCacheInt8) return store_scaled(x, a.dim, reinterpret_cast<int8_t*>(cache) + offset);
   for (int i = 0; i < a.dim; i += 16) {
-    if (a.bf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
+    if (a.element == kCacheBf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
     else store(reinterpret_cast<float*>(cache) + offset + i, load(x + i));
   }
+}
+
+inline void multiply(float* x, const float* by, int dim) {
+  for (int i = 0; i < dim; i += 16) store(x + i, load(x + i) * load(by + i));
+}
+inline void divide(float* x, const float* by, int dim) {
+  for (int i = 0; i < dim; i += 16) store(x + i, load(x + i) / load(by + i));
 }
 
 inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token, int64_t row) {
@@ -197,13 +234,16 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
   for (int head = 0; head < a.heads; ++head, q += a.dim) {
     turn(q, a.q_norm);
     for (int i = 0; i < a.dim; i += 16) store(q + i, load(q + i) * scale);
+    if (a.balance) multiply(q, a.balance + head / (a.heads / a.kv_heads) * a.dim, a.dim);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
-  const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
-  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim) {
+  const size_t slot = static_cast<size_t>(wanted < a.capacity ? wanted : a.capacity);
+  const size_t page = static_cast<size_t>(a.pages[static_cast<size_t>(row) * a.blocks + slot / kPagePositions]);
+  size_t offset = page * a.page_stride + slot % kPagePositions * a.position_stride;
+  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim, offset += a.head_stride) {
     turn(k, a.k_norm);
+    if (a.balance) divide(k, a.balance + head * a.dim, a.dim);
     if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
-    const size_t offset = cache_offset(a, row, head, slot);
     write_cache(a, a.keys, offset, k);
     if (a.values) write_cache(a, a.values, offset, v);
   }
@@ -256,21 +296,42 @@ inline ScoreTile score_function(int queries) {
 template <class T> inline F16 load_cached(const T* p);
 template <> inline F16 load_cached<float>(const float* p) { return load(p); }
 template <> inline F16 load_cached<uint16_t>(const uint16_t* p) { return load_bf16(p); }
+template <> inline F16 load_cached<int8_t>(const int8_t* p) { return to_float(load_int8(p)); }
+
+template <class T> constexpr bool kScaled = false;  // whether a vector's scale lies behind it
+template <> constexpr bool kScaled<int8_t> = true;
+
+inline float scale_behind(const int8_t* vector, int dim) {
+  float scale;
+  memcpy(&scale, vector + dim, sizeof scale);
+  return scale;
+}
 
 inline void transpose_keys(const float* const* rows, int dim, float* out) {
   for (int d = 0; d < dim; d += 16) transpose_floats(rows, d, out + static_cast<size_t>(d) * 32, 32);
 }
+template <class T>
+inline void transpose_rest(const T* const* rows, int first, int dim, float* out) {
+  float wide[16][16];
+  const float* wide_rows[16];
+  for (int d = first; d < dim; d += 16) {
+    for (int i = 0; i < 16; ++i) {
+      store(wide[i], load_cached<T>(rows[i] + d));
+      wide_rows[i] = wide[i];
+    }
+    transpose_floats(wide_rows, 0, out + static_cast<size_t>(d) * 32, 32);
+  }
+}
 inline void transpose_keys(const uint16_t* const* rows, int dim, float* out) {
   int d = 0;
   for (; d + 32 <= dim; d += 32) transpose_bf16_pairs(rows, d, out + static_cast<size_t>(d) * 32, 32);
-  if (d == dim) return;
-  float wide[16][16];
-  const float* wide_rows[16];
-  for (int i = 0; i < 16; ++i) {
-    store(wide[i], load_bf16(rows[i] + d));
-    wide_rows[i] = wide[i];
-  }
-  transpose_floats(wide_rows, 0, out + static_cast<size_t>(d) * 32, 32);
+  transpose_rest(rows, d, dim, out);
+}
+// Elements without their scales, which the scores are multiplied by.
+inline void transpose_keys(const int8_t* const* rows, int dim, float* out) {
+  int d = 0;
+  for (; d + 64 <= dim; d += 64) transpose_int8_quads(rows, d, out + static_cast<size_t>(d) * 32, 32);
+  transpose_rest(rows, d, dim, out);
 }
 
 inline void prefetch(const void* from, size_t bytes) {
@@ -284,40 +345,48 @@ inline int64_t slot_of(const Path& path, int64_t key) {
 
 // Rare cases are separate functions, so that the common loops stay fast.
 template <class T>
-__attribute__((noinline)) void transpose_along(const Attention& a, const T* keys, const Path& path, int first, float* out) {
+__attribute__((noinline)) void transpose_along(const PagedVectors<T>& keys, int dim, const Path& path, int first, float* out) {
   const T* rows[16];
-  for (int i = 0; i < 16; ++i) {
-    const int64_t key = first + i < a.capacity ? first + i : a.capacity;  // never read beyond the cache
-    rows[i] = keys + static_cast<size_t>(slot_of(path, key)) * a.position_stride;
+  for (int i = 0; i < 16; ++i) rows[i] = keys.at(slot_of(path, first + i));
+  transpose_keys(rows, dim, out);
+}
+
+// Multiplies the numbers of the keys [begin, end), a row of kKeyBlock for each of `count` queries, by the keys' scales.
+// Where x is the first query's number of key `begin`, which is a multiple of 16.
+__attribute__((always_inline)) inline void multiply_by_scales(const PagedVectors<int8_t>& vectors, int dim, const Path* path, int begin, int end,
+                                                              int count, float* x) {
+  for (int key = begin; key < end; key += 16, x += 16) {
+    float scales[16];
+    for (int i = 0; i < 16; ++i) scales[i] = scale_behind(vectors.at(path ? slot_of(*path, key + i) : key + i), dim);
+    const F16 s = load(scales);
+    for (int i = 0; i < count; ++i) store(x + static_cast<size_t>(i) * kKeyBlock, load(x + static_cast<size_t>(i) * kKeyBlock) * s);
   }
-  transpose_keys(rows, a.dim, out);
 }
 
 // Scores of all queries against the keys [begin, end) of one block; begin and the block's start are multiples of 16.
 // path: the path of the one token whose queries these are; null: keys lie at their positions.
 template <class T>
-inline void score_block(const Attention& a, const T* keys, const Query* queries, int count, int start, int begin, int end,
-                        float* scores, float* tile, const T* values, const Path* path) {
+inline void score_block(const PagedVectors<T>& keys, int dim, const Query* queries, int count, int start, int begin, int end,
+                        float* scores, float* tile, const PagedVectors<T>& values, const Path* path) {
   for (int key = begin; key < end; key += 32) {
     const int vectors = end - key > 16 ? 2 : 1;
-    prefetch(values + static_cast<size_t>(key) * a.position_stride, static_cast<size_t>(16 * vectors) * a.position_stride * sizeof(T));
-    for (int v = 0; v < vectors; ++v) {
+    for (int first = key; first < key + 16 * vectors; first += 16) {
+      float* to = tile + (first - key);
+      prefetch(values.at(first), 16 * values.stride * sizeof(T));
       if (path) {
-        transpose_along(a, keys, *path, key + 16 * v, tile + 16 * v);
+        transpose_along(keys, dim, *path, first, to);
         continue;
       }
-      const T* rows[16];
-      for (int i = 0; i < 16; ++i) {
-        const int64_t at = key + 16 * v + i < a.capacity ? key + 16 * v + i : a.capacity;  // never read beyond the cache
-        rows[i] = keys + static_cast<size_t>(at) * a.position_stride;
-      }
-      transpose_keys(rows, a.dim, tile + 16 * v);
+      const T *rows[16], *at = keys.at(first);
+      for (size_t i = 0; i < 16; ++i) rows[i] = at + i * keys.stride;
+      transpose_keys(rows, dim, to);
     }
     for (int i = 0; i < count; i += kQueryBlock) {
       const int n = count - i < kQueryBlock ? count - i : kQueryBlock;
       float* to = scores + static_cast<size_t>(i) * kKeyBlock + (key - start);
-      (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, a.dim, to);
+      (vectors == 2 ? score_function<2>(n) : score_function<1>(n))(queries + i, tile, dim, to);
     }
+    if constexpr (kScaled<T>) multiply_by_scales(keys, dim, path, key, key + 16 * vectors, count, scores + (key - start));
   }
 }
 
@@ -415,28 +484,42 @@ inline void weigh_keys(const float* weights, int count, const T* values, size_t 
   }
 }
 
-// Weighs the values of the keys [begin, end). Where several groups of queries read them, or they are not at their
-// positions, 32 at a time are widened first, into `tile`.
+// Where the keys of a row are that are read next, to be prefetched: position `from` of a row that has `last` as its last one.
 template <class T>
-inline void weigh_block(const Attention& a, const T* values, int count, int begin, int end, const Path* path, const float* weights,
-                        const Merge* merge, float* running, float* sums, float* tile, const T* upcoming) {
+struct Upcoming {
+  PagedVectors<T> keys;
+  int64_t from, last;
+  const T* at(int64_t offset) const { return from + offset <= last ? keys.at(from + offset) : nullptr; }
+};
+
+// Weighs the values of the keys [begin, end), page by page. Where several groups of queries read them, or they are not at
+// their positions, 32 at a time are widened first, into `tile`.
+template <class T>
+inline void weigh_block(const PagedVectors<T>& values, int dim, int count, int begin, int end, const Path* path, float* weights,
+                        const Merge* merge, float* running, float* sums, float* tile, const Upcoming<T>& upcoming) {
   const bool moved = path && path->from < end;
-  if (!moved && count <= kWeighBlock) {
-    weigh_keys(weights, count, values + static_cast<size_t>(begin) * a.position_stride, a.position_stride, end - begin, true, sums, a.value_dim, upcoming);
-  } else {
-    for (int first = begin; first < end; first += 32) {
-      const int keys = end - first < 32 ? end - first : 32;
-      if (upcoming) prefetch(upcoming + static_cast<size_t>(first - begin) * a.position_stride, static_cast<size_t>(keys) * a.position_stride * sizeof(T));
-      for (int i = 0; i < keys; ++i) {
-        const T* value = values + static_cast<size_t>(moved ? slot_of(*path, first + i) : first + i) * a.position_stride;
-        for (int d = 0; d < a.value_dim; d += 16) store(tile + i * a.value_dim + d, load_cached<T>(value + d));
-      }
-      weigh_keys<float>(weights + (first - begin), count, tile, static_cast<size_t>(a.value_dim), keys, first == begin, sums, a.value_dim, nullptr);
+  const bool widened = moved || count > kWeighBlock;
+  if constexpr (kScaled<T>) multiply_by_scales(values, dim, moved ? path : nullptr, begin, end, count, weights);
+  const int step = widened ? 32 : kPagePositions;
+  for (int first = begin, next; first < end; first = next) {
+    next = first / step * step + step < end ? first / step * step + step : end;
+    const float* of_keys = weights + (first - begin);
+    const T* ahead = upcoming.at(first - begin);
+    if (!widened) {
+      weigh_keys(of_keys, count, values.at(first), values.stride, next - first, first == begin, sums, dim, ahead);
+      continue;
     }
+    if (ahead) prefetch(ahead, static_cast<size_t>(next - first) * values.stride * sizeof(T));
+    for (int key = first; key < next; ++key) {
+      const T* value = values.at(moved ? slot_of(*path, key) : key);
+      float* to = tile + static_cast<size_t>(key - first) * static_cast<size_t>(dim);
+      for (int d = 0; d < dim; d += 16) store(to + d, load_cached<T>(value + d));
+    }
+    weigh_keys<float>(of_keys, count, tile, static_cast<size_t>(dim), next - first, first == begin, sums, dim, nullptr);
   }
   for (int i = 0; i < count; ++i) {
     const F16 fresh = set1(merge[i].fresh), old = set1(merge[i].old);
-    for (int d = i * a.value_dim; d < (i + 1) * a.value_dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
+    for (int d = i * dim; d < (i + 1) * dim; d += 16) store(running + d, fma(load(sums + d), fresh, load(running + d) * old));
   }
 }
 
@@ -471,8 +554,8 @@ struct TokenGroup {
 };
 
 template <class T>
-inline void attend_over(const Attention& a, int64_t row, int kv_head, const Query* queries, int count, const TokenGroup& group,
-                        float* scratch, const uint8_t* then) {
+inline void attend_over(const Attention& a, RowHead of, const Query* queries, int count, const TokenGroup& group,
+                        float* scratch, const RowHead* then) {
   float* scores = scratch;
   float* running = scores + static_cast<size_t>(count) * kKeyBlock;
   float* sums = running + static_cast<size_t>(count) * static_cast<size_t>(a.value_dim);
@@ -486,9 +569,8 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
     high = queries[i].high > high ? queries[i].high : high;
   }
   memset(running, 0, static_cast<size_t>(count) * static_cast<size_t>(a.value_dim) * sizeof(float));
-  const size_t base = cache_offset(a, row, kv_head, 0);
-  const T* keys = reinterpret_cast<const T*>(a.keys) + base;
-  const T* values = reinterpret_cast<const T*>(a.values) + base;
+  const auto keys = vectors_of<T>(a, a.keys, of), values = vectors_of<T>(a, a.values, of);
+  const Upcoming<T> next_row = {vectors_of<T>(a, a.keys, then ? *then : of), 0, then ? a.capacity : -1};
   for (int start = low / kKeyBlock * kKeyBlock; start < high; start += kKeyBlock) {
     const int begin = start > low ? start : low / 16 * 16;
     const int end = start + kKeyBlock < high ? start + kKeyBlock : high;
@@ -499,12 +581,12 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
       const int stop = shared || queries[first].high > end ? end : queries[first].high;
       if (stop <= begin) continue;
       float* s = scores + static_cast<size_t>(first) * kKeyBlock;
-      score_block(a, keys, queries + first, step, start, begin, stop, s, tile, values, path);
+      score_block(keys, a.dim, queries + first, step, start, begin, stop, s, tile, values, path);
       for (int i = first; i < first + step; ++i) {
         merge[i] = merge_block(partial[i], scores + static_cast<size_t>(i) * kKeyBlock, queries[i], start, begin, stop, a.cap);
       }
-      const T* upcoming = stop < high ? keys + static_cast<size_t>(stop) * a.position_stride : reinterpret_cast<const T*>(then);
-      weigh_block(a, values, step, begin, stop, path, s + (begin - start), merge + first,
+      const Upcoming<T> upcoming = stop < high ? Upcoming<T>{keys, stop, high - 1} : next_row;
+      weigh_block(values, a.value_dim, step, begin, stop, path, s + (begin - start), merge + first,
                   running + static_cast<size_t>(first) * static_cast<size_t>(a.value_dim), sums, tile, upcoming);
     }
   }
@@ -519,7 +601,7 @@ inline void attend_over(const Attention& a, int64_t row, int kv_head, const Quer
   }
 }
 
-inline void attend(const Attention& a, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then) {
+inline void attend(const Attention& a, RowHead of, int first, int count, float* scratch, const RowHead* then) {
   Query queries[kMaxQueries];
   const int shared = a.heads / a.kv_heads;
   TokenGroup group = {a.paths ? a.paths + first : nullptr, shared, INT64_MAX};
@@ -532,15 +614,16 @@ inline void attend(const Attention& a, int64_t row, int first, int count, int kv
     const int64_t last = a.ends ? a.ends[token] : position;
     const int64_t high = last + 1 < a.capacity ? last + 1 : a.capacity;
     for (int i = 0; i < shared; ++i) {
-      const size_t head = static_cast<size_t>(kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
+      const size_t head = static_cast<size_t>(of.kv_head * shared + i), to = head * static_cast<size_t>(a.value_dim);
       const float* row = a.qkv + a.qkv_stride * static_cast<size_t>(token);
       queries[n++] = {row + head * static_cast<size_t>(a.dim), a.out + a.out_stride * static_cast<size_t>(token) + to,
                       static_cast<int>(low), static_cast<int>(high), a.gates ? row + a.gates + to : nullptr,
-                      a.sinks ? Partial{a.sinks[kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
+                      a.sinks ? Partial{a.sinks[of.kv_head * shared + i], 1.0f} : Partial{kMinusInfinity, 0.0f}};
     }
   }
-  if (a.bf16) attend_over<uint16_t>(a, row, kv_head, queries, n, group, scratch, then);
-  else attend_over<float>(a, row, kv_head, queries, n, group, scratch, then);
+  if (a.element == kCacheInt8) attend_over<int8_t>(a, of, queries, n, group, scratch, then);
+  else if (a.element == kCacheBf16) attend_over<uint16_t>(a, of, queries, n, group, scratch, then);
+  else attend_over<float>(a, of, queries, n, group, scratch, then);
 }
 
 // --- embedding, read from the packed head

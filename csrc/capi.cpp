@@ -18,12 +18,27 @@ PL_EXPORT const Kernels* pl_kernels(const char* name) { return kernels_named(nam
 PL_EXPORT const char* pl_obstacle(const char* name) { return obstacle_to(name); }
 PL_EXPORT int pl_multiplies_correctly(const Kernels* kernels) { return multiplies_correctly(*kernels); }
 
-// Null if the system refuses a thread.
-PL_EXPORT Pool* pl_pool_new(int threads) { return made<Pool>(threads); }
+// A pool whose threads are divided between NUMA nodes: the system's numbers of the nodes, and of the CPUs of each, node after
+// node. Without nodes the system places them. Null if the system refuses a thread, or a CPU.
+PL_EXPORT Pool* pl_pool_new(int threads, int nodes, const int32_t* numbers, const int32_t* cpu_counts, const int32_t* cpus) {
+  try {
+    std::vector<Node> of(static_cast<size_t>(nodes));
+    for (Node& node : of) {
+      node = {*numbers++, CpuSet{}};
+      for (int i = *cpu_counts++; i > 0; --i) node.cpus.add(*cpus++);
+    }
+    return new Pool(threads, of);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 PL_EXPORT void pl_pool_free(Pool* pool) { delete pool; }
 
 // Memory for weights in huge pages, so that reading gigabytes sequentially does not stop for address translation.
 PL_EXPORT void* pl_arena_new(size_t bytes) { return new_huge_pages(bytes); }
+// Places the pages of a linear layer's panels, which nobody has written yet, where this pool's threads read them. Returns 0 or
+// the system's error number.
+PL_EXPORT int pl_place(const Pool* pool, uint8_t* panels, int count, size_t panel_bytes) { return pool->place(panels, count, panel_bytes); }
 PL_EXPORT void pl_arena_free(void* memory, size_t bytes) { free_huge_pages(memory, bytes); }
 
 PL_EXPORT NewObject<Model> pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return made<Model>(*spec, *kernels); }
@@ -67,8 +82,7 @@ PL_EXPORT Problem pl_linear(const Kernels* kernels, Pool* pool, const Linear* li
     kernels->quantise(x, nullptr, *linear, quantised.view, {0, rows});
     const LinearCall call = {linear, quantised.view, rows, static_cast<Epilogue>(epilogue), out, out_stride};
     in_parallel(*pool, [&](int thread) {
-      const Share share(panels(linear->outputs), thread, pool->threads());
-      kernels->linear(call, share.first, share.last);
+      pool->share_out(panels(linear->outputs), thread, [&](Range chunk) { kernels->linear(call, chunk.first, chunk.last); });
     });
   });
 }
@@ -102,7 +116,7 @@ PL_EXPORT Problem pl_attend(const Kernels* kernels, const Attention* attention, 
     const int most = kMaxQueries / (attention->heads / attention->kv_heads);
     for (int head = 0; head < attention->kv_heads; ++head) {
       for (int i = 0; i < tokens; i += most) {
-        kernels->attend(*attention, row, i, tokens - i < most ? tokens - i : most, head, scratch.as<float>(), nullptr);
+        kernels->attend(*attention, {row, head}, i, tokens - i < most ? tokens - i : most, scratch.as<float>(), nullptr);
       }
     }
   });

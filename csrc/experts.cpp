@@ -144,25 +144,27 @@ void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const L
   pool_.meet();
 }
 
-// Threads share the panels of all experts that have rows. The panels of an expert count once for every kRowMultiple rows:
+// Threads share the panels of all experts that have rows; those of a node, its panels of each expert. The panels of an expert count once for every kRowMultiple rows:
 // the products of fewer wait for memory.
 void ExpertsStep::product(const Linear* experts, Epilogue epilogue, float* out, size_t out_stride, int thread) const {
   const PairsByExpert& by = sorted(thread);
-  const int count = panels(experts->outputs);
+  const Range own = pool_.of_node(panels(experts->outputs), thread);
+  const int count = own.last - own.first;
   const auto passes = [&](int expert) { return (by.rows(expert) + kRowMultiple - 1) / kRowMultiple; };
   int total = 0;
   for (int expert = 0; expert < e_.count; ++expert) total += passes(expert) * count;
-  const Share share(total, thread, pool_.threads());
-  for (int expert = 0, before = 0; expert < e_.count; before += passes(expert++) * count) {
-    if (!by.rows(expert)) continue;
-    const int first = clamped_quotient(std::max(0, share.first - before), passes(expert), count);
-    const int last = clamped_quotient(std::max(0, share.last - before), passes(expert), count);
-    if (first >= last) continue;
-    const int row = by.first(expert);
-    const LinearCall call = {experts + expert, b_.rows.view.from_row(row), by.rows(expert), epilogue,
-                             out + out_stride * static_cast<size_t>(row), out_stride};
-    k_.linear(call, first, last);
-  }
+  pool_.share_out(Range{0, total}, thread, [&](Range chunk) {
+    for (int expert = 0, before = 0; expert < e_.count && before < chunk.last; before += passes(expert++) * count) {
+      if (!by.rows(expert)) continue;
+      const int first = clamped_quotient(std::max(0, chunk.first - before), passes(expert), count);
+      const int last = clamped_quotient(std::max(0, chunk.last - before), passes(expert), count);
+      if (first >= last) continue;
+      const int row = by.first(expert);
+      const LinearCall call = {experts + expert, b_.rows.view.from_row(row), by.rows(expert), epilogue,
+                               out + out_stride * static_cast<size_t>(row), out_stride};
+      k_.linear(call, own.first + first, own.first + last);
+    }
+  });
   pool_.meet();
 }
 

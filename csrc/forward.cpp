@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kChunk = 256;          // tokens per pass: bounds the buffers; each pass reads the weights once
 constexpr int kRedundant = 16384;    // up to this number of values every thread prepares all rows itself: cheaper than a barrier
+constexpr int kItemsAThread = 4, kRowsOfPart = 32;  // of a product with many rows: see row_parts
 constexpr int kQueriesPerUnit = 48;  // attention: enough to share a key tile, few enough to divide the work
 
 // Tokens of one row that attend in one call.
@@ -103,6 +104,12 @@ std::vector<SlotRun> runs_of(const Tokens& tokens, int offset, const Cache& cach
   return runs;
 }
 
+// What adapters add to the outputs of a linear layer.
+struct Changes {
+  const LowRank* by_adapter = nullptr;      // null: nothing
+  const float* const* of_rows = nullptr;    // LinearCall::changes
+};
+
 class Stopwatch {
  public:
   explicit Stopwatch(double* seconds) : seconds_(seconds), last_(seconds ? now() : 0.0) {}
@@ -127,6 +134,10 @@ int chunk_end(const Tokens& tokens, int start) {
   while (end < tokens.count && end > start && tokens.rows[end] == tokens.rows[end - 1]) --end;
   return end > start ? end : limit;
 }
+
+// Parts into which the rows of a product are cut where it has too few panels for the threads, so that many cores share the
+// arithmetic of a long prompt. Its weights then come from memory once, and from the cache to the other parts.
+int row_parts(int panels, int rows, int threads) { return std::clamp(kItemsAThread * threads / panels, 1, std::max(1, rows / kRowsOfPart)); }
 
 // Whether layers behind the last one that writes keys, values or states are tapped.
 bool reads_beyond(const Model& model, const PassOutputs& out) {
@@ -191,9 +202,8 @@ class Pass {
     for (const Layer& layer : m_.layers) {
       Attention keys = describe(layer);
       const int queries = layer.heads * layer.dim, first = queries / kPanel;
-      const Share panels_of(panels(layer.qkv.outputs) - first, thread, pool_.threads());
       const LinearCall call = {&layer.qkv, input, tokens_.count, Epilogue::kStore, keys.qkv, keys.qkv_stride, 0.0f, nullptr};
-      k_.linear(call, first + panels_of.first, first + panels_of.last);
+      pool_.share_out(panels(layer.qkv.outputs) - first, thread, [&](Range chunk) { k_.linear(call, first + chunk.first, first + chunk.last); });
       pool_.meet();
       keys.qkv += queries;
       keys.heads = 0;
@@ -239,7 +249,7 @@ class Pass {
     if (last) return;
     if (layer.parallel) read_input(layer, thread, watch);
     const auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
-    const float* const* changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
+    const Changes changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
     if (layer.convs) add_convolved(layer.attention_out, input, layer.convs[0], thread, watch);
     else add(layer.attention_out, input, layer.attention_out_norm, thread, watch, nullptr, changes);
@@ -267,7 +277,7 @@ class Pass {
     const Norm* before = layer.post_norm ? &second : nullptr;
     const auto input = layer.convs ? convolve(layer.convs[1], second, layer.gate_up, thread)
                                    : prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
-    const float* const* changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
+    const Changes changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
     clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / (layer.plain ? 1 : 2), thread);
     const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
@@ -275,7 +285,7 @@ class Pass {
     watch.lap(kProducts);
   }
 
-  const float* const* change_down(const Layer& layer, int thread) const {
+  Changes change_down(const Layer& layer, int thread) const {
     return change(layer.changes[kChangedDown], m_.activated_.as<float>(), nullptr, layer.down, thread);
   }
 
@@ -399,7 +409,7 @@ class Pass {
   // Adds the product of a layer's part to the hidden states, after a norm (if any) of its own. scale: a factor of the sum,
   // only behind a norm; or null.
   void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch, const float* scale = nullptr,
-           const float* const* changes = nullptr) const {
+           const Changes& changes = {}) const {
     const size_t stride = static_cast<size_t>(m_.padded_width);
     if (!after) {
       multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread, changes);
@@ -545,7 +555,7 @@ class Pass {
     const auto input = joined ? prepare(m_.joined_.as<float>(), 2 * m_.padded_width, nullptr, layer.qkv, thread)
                        : layer.convs ? convolve(layer.convs[0], first, layer.qkv, thread)
                               : prepare(residual, m_.padded_width, layer.input_norm ? &first : nullptr, layer.qkv, thread);
-    const float* const* changes = change(layer.changes[kChangedQkv], residual, layer.input_norm ? &first : nullptr, layer.qkv, thread);
+    const Changes changes = change(layer.changes[kChangedQkv], residual, layer.input_norm ? &first : nullptr, layer.qkv, thread);
     watch.lap(kPrepare);
     multiply(layer.qkv, input, Epilogue::kStore, attention.qkv, attention.qkv_stride, thread, changes);
     watch.lap(kProducts);
@@ -664,13 +674,16 @@ class Pass {
       k_.quantise(row, nullptr, matrix, m_.by_head_.view.from_row(i), {0, 1});
     }
     pool_.meet();
-    const Share share(layer.heads * count, thread, pool_.threads());
-    for (int item = share.first; item < share.last;) {
-      const int head = item / count, first = item % count, last = std::min(count, first + share.last - item);
-      const LinearCall call = {matrices + head, m_.by_head_.view.from_row(head * tokens), tokens, Epilogue::kStore, to.at(0, head), to.stride};
-      k_.linear(call, first, last);
-      item += last - first;
-    }
+    const Range own = pool_.of_node(count, thread);
+    const int width = own.last - own.first;  // panels of each head; 0 where there are more nodes than panels
+    pool_.share_out(Range{0, layer.heads * width}, thread, [&](Range chunk) {
+      for (int item = chunk.first; item < chunk.last;) {
+        const int head = item / width, first = item % width, last = std::min(width, first + chunk.last - item);
+        const LinearCall call = {matrices + head, m_.by_head_.view.from_row(head * tokens), tokens, Epilogue::kStore, to.at(0, head), to.stride};
+        k_.linear(call, own.first + first, own.first + last);
+        item += last - first;
+      }
+    });
     pool_.meet();
   }
 
@@ -751,16 +764,30 @@ class Pass {
   }
 
   void multiply(const Linear& linear, const Activations& input, Epilogue epilogue, float* out, size_t stride, int thread,
-                const float* const* changes = nullptr, const float* shape = nullptr) const {
-    const Share share(panels(linear.outputs), thread, pool_.threads());
-    k_.linear(LinearCall{&linear, input, tokens_.count, epilogue, out, stride, 0.0f, changes, shape}, share.first, share.last);
+                const Changes& changes = {}, const float* shape = nullptr) const {
+    const int count = panels(linear.outputs), parts = changes.by_adapter ? 1 : row_parts(count, tokens_.count, pool_.threads());
+    const auto compute = [&](Range of_panels, Range rows) {
+      const size_t first = static_cast<size_t>(rows.first);
+      k_.linear(LinearCall{&linear, input.from_row(rows.first), rows.last - rows.first, epilogue, out + stride * first, stride, 0.0f, changes.of_rows, shape},
+                of_panels.first, of_panels.last);
+    };
+    const Range own = pool_.of_node(count, thread);
+    pool_.share_out(Range{own.first * parts, own.last * parts}, thread, [&](Range chunk) {
+      if (changes.by_adapter) compute_changes(changes.by_adapter, chunk);
+      for (int item = chunk.first; item < chunk.last;) {
+        const int panel = item / parts, part = item % parts, whole = part ? 0 : (chunk.last - item) / parts;
+        const int last = std::min(parts, part + chunk.last - item);
+        if (whole) compute({panel, panel + whole}, {0, tokens_.count});
+        else compute({panel, panel + 1}, {Share(tokens_.count, part, parts).first, Share(tokens_.count, last, parts).first});
+        item += whole ? whole * parts : last - part;
+      }
+    });
     pool_.meet();
   }
 
-  // What adapters add to the outputs of a linear layer, for LinearCall::changes; null: nothing. x: its input rows, before
-  // `norm` (if any). Only the panels that this thread multiplies are computed.
-  const float* const* change(const LowRank* by_adapter, const float* x, const Norm* norm, const Linear& linear, int thread) const {
-    if (!by_adapter || adapted_.empty()) return nullptr;
+  // Prepares what adapters add to the outputs of a linear layer. x: its input rows, before `norm` (if any).
+  Changes change(const LowRank* by_adapter, const float* x, const Norm* norm, const Linear& linear, int thread) const {
+    if (!by_adapter || adapted_.empty()) return {};
     const size_t stride = static_cast<size_t>(linear.inputs);
     float* normed = m_.normed_.as<float>();
     if (norm) {
@@ -772,26 +799,33 @@ class Pass {
       pool_.meet();
       x = normed;
     }
-    const auto ranks = [&](const AdapterRun& run) { return m_.ranks_.as<float>() + static_cast<size_t>(run.first) * static_cast<size_t>(m_.widest_rank); };
     share_panels(by_adapter, thread, [&](const AdapterRun& run, const LowRank& by, int panel) {
       k_.route(by.down, x + stride * static_cast<size_t>(run.first), run.count, stride, panel, ranks(run));
     });
     pool_.meet();
     auto& changes = m_.scratch_[static_cast<size_t>(thread)]->changes;
     changes.assign(static_cast<size_t>(tokens_.count), nullptr);
-    const Share share(panels(linear.outputs), thread, pool_.threads());
     for (const AdapterRun& run : adapted_) {
       const LowRank& by = by_adapter[run.adapter];
       if (!by.down.weights) continue;
-      const size_t first = static_cast<size_t>(run.first), width = static_cast<size_t>(by.up.outputs);
-      float* out = m_.changes_.as<float>() + first * static_cast<size_t>(m_.widest_change);
-      for (int panel = share.first * 2; panel < share.last * 2; ++panel) {
-        k_.route(by.up, ranks(run), run.count, static_cast<size_t>(by.up.inputs), panel, out);
-      }
-      for (int i = 0; i < run.count; ++i) changes[first + static_cast<size_t>(i)] = out + width * static_cast<size_t>(i);
+      for (int i = 0; i < run.count; ++i) changes[static_cast<size_t>(run.first + i)] = added(run) + static_cast<size_t>(by.up.outputs) * static_cast<size_t>(i);
     }
-    return changes.data();
+    return {by_adapter, changes.data()};
   }
+
+  // Computes what is added to some panels of 32 outputs: two of 16.
+  void compute_changes(const LowRank* by_adapter, Range chunk) const {
+    for (const AdapterRun& run : adapted_) {
+      const LowRank& by = by_adapter[run.adapter];
+      if (!by.down.weights) continue;
+      for (int panel = chunk.first * 2; panel < chunk.last * 2; ++panel) {
+        k_.route(by.up, ranks(run), run.count, static_cast<size_t>(by.up.inputs), panel, added(run));
+      }
+    }
+  }
+
+  float* ranks(const AdapterRun& run) const { return m_.ranks_.as<float>() + static_cast<size_t>(run.first) * static_cast<size_t>(m_.widest_rank); }
+  float* added(const AdapterRun& run) const { return m_.changes_.as<float>() + static_cast<size_t>(run.first) * static_cast<size_t>(m_.widest_change); }
 
   // Threads share the panels of all runs' first products.
   template <class Do>
@@ -829,19 +863,15 @@ class Pass {
     for (int i = m_.next_unit_[layer]++, next = i; i < count; i = next) {
       next = m_.next_unit_[layer]++;
       const Unit& unit = units_[static_cast<size_t>(i / kv_heads)];
-      k_.attend(attention, unit.row, unit.first, unit.count, i % kv_heads, scratch, next < count ? keys_of(attention, next) : nullptr);
+      const RowHead then = next < count ? RowHead{units_[static_cast<size_t>(next / kv_heads)].row, next % kv_heads} : RowHead{};
+      k_.attend(attention, {unit.row, i % kv_heads}, unit.first, unit.count, scratch, next < count ? &then : nullptr);
     }
     pool_.meet();
   }
 
-  const uint8_t* keys_of(const Attention& a, int unit) const {
-    const size_t row = static_cast<size_t>(units_[static_cast<size_t>(unit / a.kv_heads)].row);
-    return a.keys + (row * a.row_stride + static_cast<size_t>(unit % a.kv_heads) * a.head_stride) * (a.bf16 ? 2 : 4);
-  }
-
   Attention describe(const Layer& layer) const {
     const KVTable& table = cache_.tables[layer.table];
-    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride) * (cache_.bf16 ? 2 : 4);
+    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride * bytes_of(cache_.element));
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
@@ -853,18 +883,20 @@ class Pass {
     a.paths = paths_;
     a.keys = table.keys + offset;
     a.values = table.values ? table.values + offset : nullptr;
-    a.row_stride = static_cast<size_t>(table.row_stride);
+    a.page_stride = static_cast<size_t>(table.page_stride);
     a.head_stride = static_cast<size_t>(table.head_stride);
     a.position_stride = static_cast<size_t>(table.position_stride);
-    a.bf16 = cache_.bf16 != 0;
+    a.element = cache_.element;
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
     a.value_dim = layer.dim;
     if (layer.latent) {
       a.value_dim = layer.latent->rank;
-      a.values = a.keys + static_cast<size_t>(layer.latent->rotary_dim) * (cache_.bf16 ? 2 : 4);
+      a.values = a.keys + layer.latent->rotary_dim * bytes_of(cache_.element);
     }
+    a.pages = table.pages;
+    a.blocks = blocks_for(cache_.capacity);
     a.capacity = cache_.capacity;
     a.window = layer.window;
     a.scale = layer.scale;
@@ -877,6 +909,7 @@ class Pass {
     a.sinks = layer.sinks;
     a.norm_after = layer.norm_after != 0;
     a.cap = layer.cap;
+    a.balance = cache_.element == kCacheInt8 ? layer.balance : nullptr;
     return a;
   }
 
@@ -1020,11 +1053,10 @@ class HeadPass {
     }
     m_.kernels.quantise(m_.padded_hidden_.as<float>(), nullptr, head_, m_.shared_.view, rows);
     pool_.meet();
-    const Share share(panels(head_.outputs), thread, pool_.threads());
     const float limit = m_.spec.logits_cap;
     const Epilogue end = limit > 0.0f ? Epilogue::kCap : Epilogue::kStore;
     const LinearCall call = {&head_, m_.shared_.view, rows_, end, logits_, static_cast<size_t>(head_.outputs), limit};
-    m_.kernels.linear(call, share.first, share.last);
+    pool_.share_out(panels(head_.outputs), thread, [&](Range chunk) { m_.kernels.linear(call, chunk.first, chunk.last); });
   }
 
   Model& m_;
@@ -1051,9 +1083,8 @@ class FusePass {
     const Norm joint = {f_.joint_norm, f_.tap_count * f_.target_width, m_.spec.epsilon};
     m_.kernels.quantise(m_.joined_.as<float>(), f_.joint_norm ? &joint : nullptr, f_.fuse, m_.shared_.view, rows);
     pool_.meet();
-    const Share share(panels(f_.fuse.outputs), thread, pool_.threads());
     const LinearCall call = {&f_.fuse, m_.shared_.view, rows_, Epilogue::kStore, out_, static_cast<size_t>(f_.fuse.outputs)};
-    m_.kernels.linear(call, share.first, share.last);
+    pool_.share_out(panels(f_.fuse.outputs), thread, [&](Range chunk) { m_.kernels.linear(call, chunk.first, chunk.last); });
     if (!f_.block) return;
     pool_.meet();
     const size_t width = static_cast<size_t>(m_.spec.width);

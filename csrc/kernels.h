@@ -5,9 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "range.h"
+
 namespace paceline {
 
 enum Format : int32_t { kInt8 = 0, kBf16 = 1, kInt4 = 2 };
+// Elements of stored keys and values. Behind a vector of int8 lies its scale, a float32: src/paceline/core/eight_bits.py.
+enum CacheElement : int32_t { kCacheFloat32 = 0, kCacheBf16 = 1, kCacheInt8 = 2 };
 // kSwiglu: silu(gate) * up. kGeglu: gelu(gate) * up (tanh). kClampedSwiglu: gpt-oss's, see clamped_swiglu. kSilu to kXielu
 // apply to every output. kCap: limit * tanh(y / limit).
 enum class Epilogue { kStore, kAdd, kSwiglu, kGeglu, kClampedSwiglu, kSilu, kGelu, kExactGelu, kRelu, kRelu2, kXielu, kCap };
@@ -16,6 +20,7 @@ constexpr int kPanel = 32;            // output columns that are packed and comp
 constexpr int kInputMultiple = 64;    // inputs are padded to it: the depth of an AMX tile of bytes
 constexpr int kRowMultiple = 16;      // memory of rows is padded to it: the height of an AMX tile
 constexpr int kKeyBlock = 256;        // keys, aligned to absolute positions, that share one softmax partial
+constexpr int kPagePositions = 64;    // positions of a page of keys and values; src/paceline/core/pages.py
 constexpr int kActivationGroup = 64;  // inputs of a row that share a scale, so that an outlier costs accuracy only within its group
 constexpr int kRouterPanel = 16;      // experts that are scored together
 constexpr int kInt8Zero = 128;        // int8 weights are stored as w + 128: the instruction multiplies unsigned by signed
@@ -73,10 +78,6 @@ struct LinearCall {
   const float* shape = nullptr;           // of kXielu: its four numbers
 };
 
-struct Range {
-  int first, last;  // last is exclusive
-};
-
 // An RMS norm, or with a bias a layer norm.
 struct Norm {
   const float* weight;  // padded with zeros
@@ -99,6 +100,12 @@ struct Path {
   const int64_t* slots;
 };
 
+// A row's keys and values of one head.
+struct RowHead {
+  int64_t row;
+  int kv_head;
+};
+
 // One layer's attention over the shared cache.
 struct Attention {
   float* qkv;  // [tokens][qkv_stride]: all heads of q, then of k, then of v
@@ -109,10 +116,12 @@ struct Attention {
   const int64_t* slots;  // null: equal to positions
   const int64_t* ends;   // per token, the last position that it sees; null: its own
   const Path* paths;     // per token; null: keys lie at their positions
-  uint8_t* keys;         // of this layer: [row][head][position][dim]
+  uint8_t* keys;         // of this layer: [page][head][position of the page][dim]
   uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written
-  size_t row_stride, head_stride, position_stride;  // in elements
-  bool bf16;
+  size_t page_stride, head_stride, position_stride;  // in elements
+  const int32_t* pages;  // [row][blocks]: the page of each block of kPagePositions positions
+  size_t blocks;
+  int32_t element;  // CacheElement
   int heads, kv_heads, dim;
   int value_dim;     // width of a value
   int64_t capacity;  // usable positions; writes beyond it go to this one, which is never read
@@ -127,6 +136,7 @@ struct Attention {
   const float* sinks;  // [heads], one more score of each head, without a value; or null
   bool norm_after;  // whether the norms stand behind the rotation
   float cap;        // scores are cap * tanh(score / cap); 0: they are not capped
+  const float* balance;  // [kv_heads * dim], powers of 2: keys are stored divided by it, and queries multiplied; or null
 };
 
 enum RecurrentKind : int32_t { kNotRecurrent = 0, kDeltaNet = 1, kShortConv = 2, kMamba2 = 3 };
@@ -238,9 +248,9 @@ struct Kernels {
   void (*apply_norm)(const float* x, const Norm& norm, int padded, float* out);
   // Norm (if any), rotary and cache write of one token.
   void (*rotate_and_write)(const Attention& attention, const Rotary& rotary, int token, int64_t row);
-  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). Last: the
+  // Attention of tokens [first, first + count) of one row over one kv head. Scratch: attend_scratch_floats(). then: the
   // keys that this thread reads next, to be prefetched, or null.
-  void (*attend)(const Attention& attention, int64_t row, int first, int count, int kv_head, float* scratch, const uint8_t* then);
+  void (*attend)(const Attention& attention, RowHead keys, int first, int count, float* scratch, const RowHead* then);
   // A recurrent layer: all nodes of one slot, one of the call's parts. Scratch: recurrent_scratch_floats().
   void (*recurrent)(const RecurrentCall& call, const SlotRun& run, int part, float* scratch);
   // What Mamba-2's parts share, once all of them have run: the inputs that a slot keeps, and the norm of a token's output.
@@ -269,6 +279,11 @@ static inline uint32_t mix(uint32_t x) {  // Wellons' lowbias32, a 32-bit finali
 
 // For a whole vocabulary or a search's first list; whole vectors are written at the end of a list.
 static inline size_t draw_scratch_items(int64_t vocabulary) { return static_cast<size_t>(vocabulary > 1024 ? vocabulary : 1024) + 32; }
+
+// Pages of a row's positions and the one behind them, which writes beyond the capacity go to.
+static inline size_t blocks_for(int64_t capacity) { return static_cast<size_t>(capacity) / kPagePositions + 1; }
+
+static inline int64_t bytes_of(int32_t element) { return element == kCacheFloat32 ? 4 : element == kCacheBf16 ? 2 : 1; }
 
 static inline int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static inline int panels(int columns) { return (columns + kPanel - 1) / kPanel; }

@@ -117,6 +117,7 @@ struct Layer {
   const Latent* latent;    // null: attention with keys of its own heads
   int32_t norm_after;      // whether q_norm and k_norm stand behind the rotation
   float cap;               // of attention's scores; 0: none
+  const float* balance;    // of its keys in caches of int8 (Attention::balance), or null
   int32_t parallel;        // whether the MLP reads the layer's input, too, in place of the sum with attention's output
   int32_t plain;           // whether the MLP has no gate: gate_up is up alone
   const float* shape;      // of the activation: four numbers, or null
@@ -303,9 +304,10 @@ struct RoundCall {
 
 // Keys and values of the layers of one shape.
 struct KVTable {
-  uint8_t* keys;  // [layer][row][head][position][dim]
+  uint8_t* keys;    // by layer, page, head and position of the page: [dim]
   uint8_t* values;  // or null: a value is the last elements of its key
-  int64_t layer_stride, row_stride, head_stride, position_stride;  // in elements
+  const int32_t* pages;  // [row][blocks_for(capacity)]: the page of each block of kPagePositions positions
+  int64_t layer_stride, page_stride, head_stride, position_stride;  // in elements
   int64_t layers, heads, dim;
 };
 
@@ -313,7 +315,7 @@ struct Cache {
   const KVTable* tables;
   int64_t table_count;
   int64_t rows, capacity;
-  int32_t bf16;
+  int32_t element;  // CacheElement
   float *state, *tail, *inputs;  // of recurrent layers: RecurrentStates of src/paceline/core/recurrent_state.py; or null
   int64_t *base, *count;         // per row
   int64_t window;
@@ -456,12 +458,5 @@ void move_states(const Model& head, const Kept& kept, const std::vector<Move>& m
 const char* problem_with_states(const Tokens& tokens, const Cache& cache);  // of recurrent layers; or null
 
 const char* problem_with_trees(const Tokens& tokens, int64_t capacity);  // or null; call it after problem_with
-
-// The part of `count` items that `thread` handles.
-struct Share : Range {
-  Share(int count, int thread, int threads)
-      : Range{static_cast<int>(static_cast<int64_t>(count) * thread / threads),
-              static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / threads)} {}
-};
 
 }  // namespace paceline

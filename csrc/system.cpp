@@ -2,13 +2,16 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <chrono>
-#include <thread>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -38,7 +41,7 @@ void* new_huge_pages(size_t bytes) {
 
 void free_huge_pages(void* memory, size_t bytes) { munmap(memory, whole_pages(bytes)); }
 
-#if defined(__linux__)
+#if defined(__linux__) && !defined(PL_WITHOUT_FUTEX)
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -49,10 +52,83 @@ void wake_all(std::atomic<uint32_t>& word) {
 
 #else
 
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  if (word.load() == value) std::this_thread::sleep_for(std::chrono::microseconds(100));
+namespace {
+
+// Where all threads sleep, whatever word they wait for. Never destroyed: threads may sleep when the process ends.
+struct Bed {
+  std::mutex lock;
+  std::condition_variable changed;
+};
+
+Bed& bed() {
+  static Bed* const only = new Bed;
+  return *only;
 }
-void wake_all(std::atomic<uint32_t>&) {}  // sleepers look again by themselves
+
+}  // namespace
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  std::unique_lock<std::mutex> lock(bed().lock);
+  bed().changed.wait(lock, [&] { return word.load() != value; });
+}
+void wake_all(std::atomic<uint32_t>&) {
+  { const std::lock_guard<std::mutex> after_their_last_look(bed().lock); }
+  bed().changed.notify_all();
+}
+
+#endif
+
+#if defined(__linux__)
+
+namespace {
+
+cpu_set_t system_set(const CpuSet& cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu = 0; cpu < kMostCpus && cpu < CPU_SETSIZE; ++cpu) if (cpus.has(cpu)) CPU_SET(cpu, &set);
+  return set;
+}
+
+}  // namespace
+
+bool pin(std::thread& thread, const CpuSet& cpus) {
+  const cpu_set_t set = system_set(cpus);
+  return pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0;
+}
+
+NearCpus::NearCpus(const CpuSet* cpus) {
+  if (!cpus || cpus->has(sched_getcpu())) return;
+  const cpu_set_t set = system_set(*cpus);
+  cpu_set_t own;
+  if (sched_getaffinity(0, sizeof own, &own) != 0) return;
+  for (int cpu = 0; cpu < kMostCpus; ++cpu) callers_.words[cpu / 64] |= uint64_t{CPU_ISSET(cpu, &own) != 0} << (cpu % 64);
+  moved_ = sched_setaffinity(0, sizeof set, &set) == 0;
+}
+
+NearCpus::~NearCpus() {
+  if (!moved_) return;
+  const cpu_set_t own = system_set(callers_);
+  sched_setaffinity(0, sizeof own, &own);
+}
+
+int bind_pages(uint8_t* first, uint8_t* last, int node) {
+  constexpr int kPreferred = 1, kNodes = 1024;  // MPOL_PREFERRED: a full node is no reason to fail
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto nearest = [&](uint8_t* at) { return (reinterpret_cast<uintptr_t>(at) + page / 2) / page * page; };
+  const uintptr_t start = nearest(first), end = nearest(last);
+  if (node < 0 || node >= kNodes) return EINVAL;
+  if (start == end) return 0;
+  unsigned long mask[kNodes / (8 * sizeof(unsigned long))] = {};
+  mask[static_cast<size_t>(node) / (8 * sizeof(unsigned long))] = 1UL << (static_cast<size_t>(node) % (8 * sizeof(unsigned long)));
+  return syscall(SYS_mbind, start, end - start, kPreferred, mask, kNodes + 1UL, 0) == 0 ? 0 : errno;
+}
+
+#else
+
+bool pin(std::thread&, const CpuSet&) { return false; }
+NearCpus::NearCpus(const CpuSet*) {}
+NearCpus::~NearCpus() {}
+int bind_pages(uint8_t*, uint8_t*, int) { return ENOSYS; }
 
 #endif
 

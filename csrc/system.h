@@ -1,10 +1,11 @@
-// What differs between operating systems: memory in huge pages, sleeping threads, the tiles' permission. Linux is tested;
-// elsewhere (macOS) the same functions are made of portable parts, and nothing was ever run.
+// What differs between operating systems: memory in huge pages, sleeping threads, places of threads and pages, the tiles'
+// permission. Linux is tested; elsewhere (macOS) the same functions are made of portable parts, and nothing was ever run.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 
 namespace paceline {
 
@@ -15,6 +16,36 @@ void free_huge_pages(void* memory, size_t bytes);
 // Returns when the word no longer holds this value, or earlier; wake_all is called after a change.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value);
 void wake_all(std::atomic<uint32_t>& word);
+
+constexpr int kMostCpus = 1024;
+
+struct CpuSet {
+  uint64_t words[kMostCpus / 64];
+
+  void add(int cpu) { words[cpu / 64] |= uint64_t{1} << (cpu % 64); }  // 0 <= cpu < kMostCpus
+  bool has(int cpu) const { return cpu >= 0 && cpu < kMostCpus && (words[cpu / 64] >> (cpu % 64) & 1); }
+};
+
+// Keeps a thread on these CPUs; false if the system refuses.
+bool pin(std::thread& thread, const CpuSet& cpus);
+
+// Within it this thread runs on the given CPUs, if it is on another one and the system allows it; null: anywhere. Its own
+// set is restored, but it stays where it is until the system moves it.
+class NearCpus {
+ public:
+  explicit NearCpus(const CpuSet* cpus);
+  ~NearCpus();
+  NearCpus(const NearCpus&) = delete;
+  NearCpus& operator=(const NearCpus&) = delete;
+
+ private:
+  CpuSet callers_{};
+  bool moved_ = false;
+};
+
+// Places the pages from `first` to `last` on a NUMA node: those not yet touched, and each whole page nearest to the ends.
+// Returns 0 or the system's error number.
+int bind_pages(uint8_t* first, uint8_t* last, int node);
 
 // Asks for permission to use AMX tiles.
 bool allow_tiles();

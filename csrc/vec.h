@@ -95,6 +95,7 @@ inline F16 through_bf16(F16 x) {
 }
 inline F16 load_fp16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline I16 load_bytes(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline I16 load_int8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 
 inline __m256 lower(F16 x) { return _mm512_castps512_ps256(x.v); }
 inline __m256 upper(F16 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)); }
@@ -145,6 +146,21 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
     float* even = out + static_cast<size_t>(2 * d) * out_stride;
     _mm512_storeu_ps(even, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
     _mm512_storeu_ps(even + out_stride, _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+  }
+}
+
+// 64 int8 of 16 rows: quads are transposed as one word, then split.
+inline void transpose_int8_quads(const int8_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  __m512 r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
+  transpose16(r);
+  for (int d = 0; d < 16; ++d) {
+    const __m512i quad = _mm512_castps_si512(r[d]);
+    float* to = out + static_cast<size_t>(4 * d) * out_stride;
+    _mm512_storeu_ps(to, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quad, 24), 24)));
+    _mm512_storeu_ps(to + out_stride, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quad, 16), 24)));
+    _mm512_storeu_ps(to + 2 * out_stride, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quad, 8), 24)));
+    _mm512_storeu_ps(to + 3 * out_stride, _mm512_cvtepi32_ps(_mm512_srai_epi32(quad, 24)));
   }
 }
 
@@ -274,6 +290,10 @@ inline I16 load_bytes(const uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
 }
+inline I16 load_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
 
 inline __m256 lower(F16 x) { return x.a; }
 inline __m256 upper(F16 x) { return x.b; }
@@ -318,6 +338,18 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
     float* even = out + 2 * d * out_stride + i;
     _mm256_storeu_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)));
     _mm256_storeu_ps(even + out_stride, _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))));
+  });
+}
+
+// 64 int8 of 16 rows: quads are transposed as one word, then split.
+inline void transpose_int8_quads(const int8_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  transpose16(rows, offset, [=](size_t d, int i, __m256 column) {
+    const __m256i quad = _mm256_castps_si256(column);
+    float* to = out + 4 * d * out_stride + i;
+    _mm256_storeu_ps(to, _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(quad, 24), 24)));
+    _mm256_storeu_ps(to + out_stride, _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(quad, 16), 24)));
+    _mm256_storeu_ps(to + 2 * out_stride, _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(quad, 8), 24)));
+    _mm256_storeu_ps(to + 3 * out_stride, _mm256_cvtepi32_ps(_mm256_srai_epi32(quad, 24)));
   });
 }
 

@@ -124,6 +124,11 @@ inline I16 load_bytes(const uint8_t* p) {
   return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
            vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
 }
+inline I16 load_int8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))}};
+}
 
 // Four lines of four numbers become columns.
 inline void transpose4(float32x4_t (&r)[4]) {
@@ -156,6 +161,17 @@ inline void transpose_bf16_pairs(const uint16_t* const* rows, size_t offset, flo
     float* even = out + 2 * d * out_stride + i;
     vst1q_f32(even, vreinterpretq_f32_u32(vshlq_n_u32(bits_of(column), 16)));
     vst1q_f32(even + out_stride, vreinterpretq_f32_u32(vandq_u32(bits_of(column), vdupq_n_u32(0xffff0000u))));
+  });
+}
+// 64 int8 of 16 rows: quads are transposed as one word, then split.
+inline void transpose_int8_quads(const int8_t* const* rows, size_t offset, float* out, size_t out_stride) {
+  transpose16(rows, offset, [=](size_t d, int i, float32x4_t column) {
+    const int32x4_t quad = vreinterpretq_s32_f32(column);
+    float* to = out + 4 * d * out_stride + i;
+    vst1q_f32(to, vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(quad, 24), 24)));
+    vst1q_f32(to + out_stride, vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(quad, 16), 24)));
+    vst1q_f32(to + 2 * out_stride, vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(quad, 8), 24)));
+    vst1q_f32(to + 3 * out_stride, vcvtq_f32_s32(vshrq_n_s32(quad, 24)));
   });
 }
 

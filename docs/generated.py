@@ -20,7 +20,7 @@ from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.description.shards import ModelShard
-from paceline.models.description.spec import DecoderSpec, DeltaNetSpec, MLPSpec
+from paceline.models.description.spec import DecoderSpec, ExpertsSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
@@ -227,10 +227,8 @@ def _columns(alike: list[Family]) -> Iterator[str]:
 
 
 def _on_gpus(spec: DecoderSpec) -> str:
-    if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
-        return "bf16; no graphs"
-    has_kernels = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)
-    return f"bf16, int8, fp8; {'graphs' if has_kernels else 'no graphs'}"
+    four_bits = "" if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers) else "int4, "
+    return f"bf16, int8, {four_bits}fp8; graphs"
 
 
 def write_families(page: Path) -> None:

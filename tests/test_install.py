@@ -45,8 +45,9 @@ def library_in(made: Path) -> bytes | None:
 
 DATA = {
     str(file.relative_to(ROOT / "src"))
-    for pattern in ("shipped/*/*", "**/data/*", "server/static/*", "py.typed")
+    for pattern in ("shipped/*/*", "**/data/*", "server/static/**/*", "py.typed")
     for file in (ROOT / "src/paceline").glob(pattern)
+    if file.is_file()
 }
 
 

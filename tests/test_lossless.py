@@ -26,7 +26,7 @@ from gemma4_support import SIZES as GEMMA4_SIZES
 from gemma4_support import tiny_assistant, tiny_native_gemma4
 from head_support import tiny_chimera_head, tiny_head, tiny_native_head, tiny_transfer_head
 from paceline.config import SamplingParams, StructuredOutputs
-from paceline.core import rules
+from paceline.core import cache, eight_bits, rules
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, RoundTiming, Verdict
@@ -117,6 +117,14 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
+CACHED = {  # models whose caches, and those of their draft models, have 8 bits
+    **dict.fromkeys(("llama in int8", "llama in fp8"), tiny_llama),
+    "native in int8": MODELS["native"],
+    "latent in int8": MODELS["latent"],
+    "gemma4 in int8": tiny_native_gemma4,
+}
+KV_DTYPES = {model: model.rpartition(" ")[2] for model in CACHED}
+MODELS |= CACHED
 BESIDE = {  # the same, with MLPs beside attention, or experts
     "in parallel": functools.cache(lambda: tiny_native_parallel(experts=False)),
     "experts in parallel": functools.cache(lambda: tiny_native_parallel(experts=True)),
@@ -131,21 +139,22 @@ DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(
     ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
 )
-DRAFTS |= dict.fromkeys(OTHER_STATES, lambda: tiny_llama(1))
+DRAFTS |= dict.fromkeys((*OTHER_STATES, "llama in int8", "llama in fp8"), lambda: tiny_llama(1))
+DRAFTS |= dict.fromkeys(("native in int8", "latent in int8", "gemma4 in int8"), DRAFTS["native"])
 HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8),
     "flat": lambda: tiny_head(FlatToy(), 8),
-    "llama": lambda: tiny_head(tiny_llama(), 32),
-    "native": lambda: tiny_native_head(tiny_native(1), 72),
+    **dict.fromkeys(("llama", "llama in int8"), lambda: tiny_head(tiny_llama(), 32)),
+    **dict.fromkeys(("native", "native in int8"), lambda: tiny_native_head(tiny_native(1), 72)),
     "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
     "experts": lambda: tiny_native_head(MODELS["experts"](), 72),
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
-    "gemma4": lambda: tiny_native_head(tiny_native_gemma4(), 40),
+    **dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_native_head(tiny_native_gemma4(), 40)),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
-    "latent": lambda: tiny_native_head(MODELS["latent"](), 72),
+    **dict.fromkeys(("latent", "latent in int8"), lambda: tiny_native_head(MODELS["latent"](), 72)),
     "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
-ASSISTANTS = {"gemma4": lambda: tiny_assistant(tiny_native_gemma4())}
+ASSISTANTS = dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_assistant(tiny_native_gemma4()))
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
@@ -166,12 +175,21 @@ ON_KERNELS: dict[str, Callable[[AnyModel, int], HeadModel]] = {  # beside target
     "dspark": functools.partial(tiny_native_block, kind="dspark", quantization=None),
     "dflash2": functools.partial(tiny_native_block, kind="dflash2"),
 }
-WIDTHS = {"toy": 8, "flat": 8, "llama": 32, "native": 72, "experts": 72, "lfm2": 48}
+WIDTHS = {
+    "toy": 8,
+    "flat": 8,
+    "llama": 32,
+    "llama in int8": 32,
+    "native": 72,
+    "native in int8": 72,
+    "experts": 72,
+    "lfm2": 48,
+}
 WIDTHS |= {**dict.fromkeys(OTHER_STATES, 48), "mamba2": 64}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
-    if kind in ON_KERNELS and model in ("native", "experts", "lfm2"):
+    if kind in ON_KERNELS and model in ("native", "native in int8", "experts", "lfm2"):
         return ON_KERNELS[kind](MODELS[model](), WIDTHS[model])
     return IN_TORCH[kind](MODELS[model](), WIDTHS[model])
 
@@ -277,7 +295,7 @@ def plain(model: str, family: str) -> list[list[list[int]]]:
     """Answers of plain decoding, one prompt per batch, in host rounds."""
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
-        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1)
+        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
         engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
@@ -332,10 +350,9 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
         "hybrid": lambda: cheap_hybrid(engine),
         "profiled": lambda: ProfiledLength({1: 5, 2: 0, 3: 3, 4: 1}),
     }
-    k = 4 if length in policies else length
-    engine = make_engine(
-        MODELS[model](), draft, eos=EOS, documents=documents, drafter=named, num_speculative_tokens=k, **options
-    )
+    options |= {"num_speculative_tokens": 4 if length in policies else length}
+    options |= {"kv_cache_dtype": KV_DTYPES.get(model, "auto")}
+    engine = make_engine(MODELS[model](), draft, eos=EOS, documents=documents, drafter=named, **options)
     if drafter in scripts:
         truth = truth_of(PROMPTS, PARAMS[family], plain(model, family))
         engine.parts.drafter = Scripted(
@@ -406,6 +423,31 @@ def test_a_torch_head_on_a_native_target_equals_plain_decoding(drafter: str, kin
     engine.use_policy(RandomLength(seed=4))
     assert answers(run(engine, PROMPTS, MIXED)) == plain(model, "mixed")
     assert "rounds by the host (the drafter reads the target's hidden states)" in engine.describe()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("memory", "drafter", "model"),
+    pairwise(
+        {
+            "memory": [None, 1, 0],
+            "drafter": ["model", "ngram", "hybrid", "head"],
+            "model": ["native", "experts", "recurrent", "lfm2", "gemma4", "latent"],
+        }
+    ),
+)
+def test_texts_that_go_on_from_kept_prefixes_equal_plain_decoding(memory: int | None, drafter: str, model: str) -> None:
+    """Ten texts on two rows, three times: from slots beside the rows, from what their memory leaves, or from rows."""
+    options = {"max_batch_size": 2, "prefill_chunk": 9, "prefix_memory": memory}
+    engine = speculative_engine(model, drafter, "random", "mixed", **options)
+    order = list(range(len(PROMPTS)))
+    for turn in range(3):
+        found = dict(
+            zip(order, answers(run(engine, [PROMPTS[i] for i in order], [MIXED[i] for i in order])), strict=True)
+        )
+        assert [found[index] for index in range(len(PROMPTS))] == plain(model, "mixed")
+        random.Random(turn).shuffle(order)
+    assert engine.slots.free.counts.reused > 0 or memory is not None
 
 
 @needs_kernels
@@ -507,6 +549,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {  # a model, and options that d
     **{model: (model, {}) for model in MODELS if model not in TARGETS},
 }
 IN_TORCH_ONLY = {*TARGETS, "toy, split", "toy on the device", "llama, split", "delta nets on the device", *OTHER_STATES}
+IN_TORCH_ONLY |= {model for model in KV_DTYPES if "native" not in model}
 IN_ONE_CALL = PLACES.keys() - IN_TORCH_ONLY - {"native by the host"}
 OF_A_MODEL = ["model", "self", "head", "parallel", *IN_TORCH, "assistant"]  # drafters that give likelihoods
 HYBRIDS = ["hybrid", "head hybrid", "parallel hybrid", "assistant hybrid"]
@@ -529,6 +572,11 @@ DRAFTERS_OF = {
     ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
+    "llama in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
+    "llama in fp8": ["model", "ragged"],
+    "native in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
+    "latent in int8": ["model", "documents", "head"],
+    "gemma4 in int8": ["model", "sometimes", "head", "assistant"],
 }
 BY_BATCH = ["model", "ngram", "sometimes", "head"]  # drafters for lengths that depend on the number of rows alone
 DRAFTERS_FOR = {
@@ -717,7 +765,8 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
     prompts = [(said[i], [*document[: 20 + i], 5 + i, 2], [*document, 5 + i, 2])[i % 3] for i in range(len(PROMPTS))]
     alone = []
     for prompt, params in zip(prompts, PARAMS[family], strict=True):
-        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, prefix_cache=False)
+        options = {"prefix_cache": False, "kv_cache_dtype": KV_DTYPES.get(model, "auto")}
+        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, **options)
         engine.rounds.choice.kernels = None
         alone += answers(run(engine, [prompt], [unranked(params)]))
     return prompts, alone
@@ -901,7 +950,7 @@ def tree_engine(
 
 
 TREES = {
-    "place": ["toy", "toy, split", "flat", "llama", "llama, split", "native"],
+    "place": ["toy", "toy, split", "flat", "llama", "llama, split", "llama in int8", "native", "native in int8"],
     "shape": SHAPES,
     "script": ["never", "always", "sometimes"],
     "length": ["random", 1, 8, "bass", "auto", "profiled", "caps", "selection", "budget"],
@@ -912,7 +961,16 @@ ANY_LENGTH = {("length", length): {"shape": ["random", "binary"]} for length in 
 
 
 @pytest.mark.parametrize(
-    tuple(TREES), on_kernels_where_needed(pairwise(TREES, {**ANY_LENGTH, ("place", "native"): {"kernels": ["auto"]}}))
+    tuple(TREES),
+    on_kernels_where_needed(
+        pairwise(
+            TREES,
+            {
+                **ANY_LENGTH,
+                **{("place", place): {"kernels": ["auto"]} for place in TREES["place"] if "native" in place},
+            },
+        )
+    ),
 )
 def test_trees_equal_plain_decoding(
     place: str, shape: str, script: str, length: int | str, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
@@ -1012,6 +1070,21 @@ def test_other_rules_refuse_trees_by_name(rule: str) -> None:
     engine = tree_engine("toy", "always", "binary", "greedy", 4, acceptance=rule, **benchmark)
     with pytest.raises(ParameterError, match=f"acceptance='{rule}'.*trees"):
         run(engine, PROMPTS[:1], GREEDY[:1])
+
+
+def test_a_scale_that_positions_share_fails_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+        """All tokens of a pass [B, heads, L, dim] by one scale, which a rejected draft token may set."""
+        largest = vectors.abs().amax((2, 3), keepdim=True).expand(*vectors.shape[:3], 1)
+        table = eight_bits.stored(torch.cat((vectors, largest), -1), dtype)
+        return torch.cat((table[..., :-5], table[..., -4:]), -1)
+
+    monkeypatch.setattr(cache, "stored", shared)
+    found = [
+        answers(run(speculative_engine("llama in int8", drafter, 4, "greedy"), PROMPTS, GREEDY))
+        for drafter in ("none", "never")
+    ]
+    assert found[0] != found[1]
 
 
 def test_a_cache_that_does_not_keep_the_path_fails_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,33 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig
 from paceline.engine.memory import GIB, FittedRows, fit_memory
 from paceline.errors import CapacityError
+from paceline.kernels.gpu.four_bit import Grid
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.description.weights import shapes
 from paceline.models.families import describe
-from paceline.models.torch.linear import Dense, LinearFactory
-from paceline.models.torch.transformer import Transformer
+from paceline.models.load.planned import PlannedTransformer, four_bit_layer
+from paceline.models.torch.linear import LinearFactory, dense
 
 CARDS = (16, 24, 80)  # GiB
 TAKEN = 3 * GIB // 4  # bytes of a card for the driver, torch's libraries and a screen
-FORMATS = ("bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """4-bit weights of a file's kind: group of inputs, and whether groups have lowest values of their own."""
+
+    grid: Grid
+    group: int
+    shifted: bool
+
+
+FOUR_BITS: Mapping[str, Bits] = {
+    "int4: GGUF": Bits("int4", 32, True),  # Q4_K and Q4_1 as stored, the file's other types rounded
+    "int4: AWQ": Bits("int4", 128, True),
+    "int4: GPTQ": Bits("int4", 128, False),  # compressed-tensors W4A16, too; symmetric
+    "int4: MXFP4": Bits("fp4", 32, False),
+}
+FORMATS = ("bf16", "int8", *FOUR_BITS)
+"""Weights of the layers: the checkpoint's own in 16 bits, --quantization int8, and int4 with files of several kinds."""
 
 _ROTARY = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3: dict[str, Any] = {
@@ -63,35 +82,57 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
     },
+    "Qwen3-30B-A3B": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+    },
 }
 """The sizes in each model's config.json."""
 
 
-class Planned(Transformer):
-    """A model on device "meta": sizes without numbers."""
-
-    def __init__(self, fields: Mapping[str, Any], linear: LinearFactory = Dense) -> None:
-        config = AutoConfig.for_model(**fields)
-        spec = describe(config)
-        assert isinstance(spec, DecoderSpec)
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in shapes(spec).items()}
-        super().__init__(spec, weights, str(fields["model_type"]), linear=linear)
-
-    def weight_bytes(self) -> int:
-        tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def planned(name: str, to: str) -> Planned:
+def planned(name: str, to: str) -> PlannedTransformer:
     """Return a model by its name, in a format of ``FORMATS``."""
+    fields = MODELS[name]
+    spec = describe(AutoConfig.for_model(**fields))
+    assert isinstance(spec, DecoderSpec)
+    sizes = spec, str(fields["model_type"]), torch.bfloat16, torch.device("cuda")
+    return PlannedTransformer(*sizes, *_factories(to))
+
+
+def _factories(to: str) -> tuple[LinearFactory, LinearFactory | None]:
+    """Return what makes the layers of a model in a format, and its head."""
     if to == "bf16":
-        return Planned(MODELS[name])
+        return dense, None
     from paceline.kernels.gpu.linear import Linears
 
-    return Planned(MODELS[name], Linears("int8"))
+    if to == "int8":
+        return Linears("int8"), None
+    bits = FOUR_BITS[to]
+    return four_bit_layer(bits.grid, bits.group, shifted=bits.shifted), Linears("int8")
 
 
-def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
+def fitted(model: PlannedTransformer, card: int, **options: Any) -> FittedRows | None:
     """Return the rows that an engine with these options starts with on a card of ``card`` GiB; None: none fit.
 
     By default it drafts by n-gram lookup, as an engine without a draft model does.
@@ -110,6 +151,8 @@ def table() -> Iterator[str]:
     yield "| --- | ---: | ---: |" + " --- |" * len(CARDS)
     for name in MODELS:
         for to in FORMATS:
+            if (to == "int4: MXFP4") != (name == "gpt-oss-20b") and to in FOUR_BITS:
+                continue  # each is published in the others' files
             model = planned(name, to)
             one = fitted(model, 1000, max_batch_size=1)
             assert one is not None

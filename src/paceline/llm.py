@@ -62,7 +62,9 @@ from paceline.engine.options import familiar_options
 from paceline.engine.requests import RequestMaker, encoded, needed
 from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
+from paceline.engine.threads import chosen_nodes
 from paceline.errors import ModelFormatError, PacelineError, ParameterError
+from paceline.kernels.native import kernel_threads
 from paceline.models.files.boundary import Source
 from paceline.models.files.recommended import recommended_pooling, recommended_sampling
 from paceline.models.load.loading import check_source, eos_token_ids, lacks_head
@@ -77,6 +79,7 @@ _WEIGHT_OPTIONS = (
     "device",
     "deterministic",
     "tensor_parallel",
+    "numa",
 )
 
 _as_prompt = partial(as_prompt, "prompts")
@@ -145,7 +148,8 @@ class LLM:
                 check_same_vocabulary(self.tokenizer, draft_tokenizer)
         references = [encoded(self.tokenizer, document) for document in documents]
         with loading_stages(use_tqdm) as stages:
-            with torch_threads(config.threads or default_threads()):  # other engines have their own number
+            threads, nodes = config.threads or default_threads(), chosen_nodes(config.numa)
+            with torch_threads(threads), kernel_threads(threads, nodes):  # other engines have their own number
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, stages)
                 target = load_target(model, config, stages, adapter_paths)
                 draft = draft if head is None else load_head(head, model, target, config)

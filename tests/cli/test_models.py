@@ -50,3 +50,15 @@ def test_run_answers_a_prompt_and_ends(paceline: Any, tiny: str) -> None:
     assert (said.exit_code, said.stderr) == (0, "")
     assert said.stdout == paceline("chat", tiny, *options, stdin="one two\n").stdout
     assert paceline("run", tiny, "x" * 9000, *options).exit_code == 2
+
+
+def test_a_plan_is_a_table_of_80_columns_or_json(paceline: Any, tiny: str) -> None:
+    found = paceline("plan", tiny, "--memory", "2GiB", "--device", "cpu", "--dtype", "float32").stdout
+    assert "memory        2.00 GiB  given" in found
+    assert "starts with 16 rows of" in found
+    assert "int8" in found
+    assert max(map(len, found.splitlines())) <= 80
+    planned = json.loads(paceline("plan", tiny, "--memory", "2GB", "--device", "cpu", "--json").stdout)
+    assert (planned["memory"], planned["rows"]) == (2 * 10**9, 16)
+    refused = paceline("plan", tiny, "--memory", "plenty")
+    assert (refused.exit_code, "such as 24GiB" in refused.stderr) == (2, True)

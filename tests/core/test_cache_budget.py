@@ -17,7 +17,7 @@ from paceline.core.row_tables import GROWS
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
 from paceline.engine.scoring import PromptScores
-from paceline.errors import CapacityError
+from paceline.errors import CapacityError, ParameterError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")]
@@ -135,10 +135,10 @@ def test_the_least_recently_used_cached_prefixes_are_freed_first() -> None:
         add(engine, 300, seed=seed)
         finish(engine)
     lengths = [len(each.tokens) for each in engine.slots.free.prefixes.values()]
-    assert sorted(lengths) == [0, 0, 0, 302, 302, 302]
+    assert lengths == [302, 302, 302]
     add(engine, 700, seed=4)  # one cached prefix fits beside it
     finish(engine)
-    kept = [each.tokens[:300] for each in engine.slots.free.prefixes.values() if each.tokens]
+    kept = [each.tokens[:300].tolist() for each in engine.slots.free.prefixes.values()]
     assert prompt_of(300, 1) not in kept
     assert prompt_of(300, 3) in kept
     again = add(engine, 300, seed=3)
@@ -157,6 +157,46 @@ def test_a_cached_prefix_without_memory_for_a_copy_is_reused_in_place() -> None:
     assert next_one.cached_tokens == 800
     roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
     assert answers([next_one]) == answers(run(roomy, [prompt], [GREEDY]))
+
+
+def test_rows_take_the_memory_of_prefixes_and_give_it_back() -> None:
+    """Beside rows of 2 x 1500 tokens there is memory for a prefix of 900: 20 are not kept, and none fails a request."""
+    model = FlatToy(max_positions=LONGEST)
+    options: dict[str, Any] = {"max_batch_size": 2, "max_model_len": LONGEST, "drafter": "ngram"}
+    beside = make_engine(model, **options).room.bytes_for(900)
+    engine = make_engine(model, **options, prefix_memory=beside)
+    rows = 2 * engine.room.bytes_for(LONGEST)
+    assert (engine.room.limit, engine.room.slots > 20) == (rows + beside, True)
+    outputs = [add(engine, 300 + 10 * seed, seed=seed) for seed in range(20)]
+    finish(engine)
+    kept = sorted(len(each.tokens) for each in engine.slots.free.prefixes.values())
+    assert kept[-1] == 492, "the latest"
+    assert sum(kept) > 2 * LONGEST, "idle rows leave their memory to prefixes"
+    assert engine.slots.free.counts.dropped == 20 - len(kept) > 0
+    whole = [add(engine, LONGEST - 5, SamplingParams(temperature=0, max_tokens=5), seed) for seed in (50, 51)]
+    step(engine)
+    assert len(engine.slots.used) == 2, "both have a row at once"
+    assert engine.slots.free.bytes <= beside
+    finish(engine)
+    for output in (*outputs, *whole):
+        assert output.outputs[0].finish_reason == "length"
+    assert answers(whole) == answers(
+        run(
+            make_engine(model, **options),
+            [each.prompt_token_ids for each in whole],
+            [SamplingParams(temperature=0, max_tokens=5)] * 2,
+        )
+    )
+
+
+def test_memory_for_prefixes_must_fit_and_be_of_use() -> None:
+    model, options = FlatToy(max_positions=LONGEST), {"max_batch_size": ROWS, "max_model_len": LONGEST}
+    with pytest.raises(CapacityError, match=r"prefixes 1024\.00 GiB, but"):
+        make_engine(model, **options, memory_limit=10**9, prefix_memory=2**40)
+    for refused, more in ((ToyModel(max_positions=LONGEST), {}), (model, {"prefix_cache": False})):
+        with pytest.raises(ParameterError, match=r"prefix_memory=1 .* 0 or left out"):
+            make_engine(refused, **options, prefix_memory=1, **more)
+        assert make_engine(refused, **options, prefix_memory=0, **more).room.slots == ROWS
 
 
 def test_a_request_that_ends_early_frees_memory_for_the_next() -> None:
@@ -221,7 +261,8 @@ def test_one_row_of_maximum_length_and_all_rows_of_128_tokens_must_fit() -> None
 
 
 def test_the_start_line_says_that_rows_grow() -> None:
-    assert "6 rows of 1500 tokens (they grow: 1 of that length at once, 0.00 GiB)" in short_engine([LONGEST]).describe()
+    grow = "6 rows of 1500 tokens (they grow: 1 of that length at once, 0.00 GiB; kv_cache_dtype='int8' would fit 2)"
+    assert grow in short_engine([LONGEST]).describe()
     roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
     assert "rows of 1500 tokens (0.00 GiB)," in roomy.describe()
 

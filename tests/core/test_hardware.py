@@ -149,7 +149,8 @@ def test_default_threads_do_not_exceed_the_cpu_quota(
     quota: float | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(hardware, "performance_cores", lambda: 8)
     assert hardware.default_threads() == threads
 
 

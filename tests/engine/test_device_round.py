@@ -614,11 +614,12 @@ def logits_of(model: Model, text: list[int]) -> Tensor:
 
 
 WITH_STATES = (lambda: in_torch(tiny_qwen3_5()), lambda: tiny_llama(1))
+WITH_EXPERTS = (lambda: in_torch(tiny(*NATIVE["qwen3_moe"])), lambda: tiny_llama(1))
 
 
 def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
     """Return a device round with prefilled rows of different lengths."""
-    target, draft = (make() for make in (MODELS | {"hybrid": WITH_STATES})[model])
+    target, draft = (make() for make in (MODELS | {"hybrid": WITH_STATES, "experts": WITH_EXPERTS})[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
@@ -796,29 +797,56 @@ def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatc
     assert len(reads) == 5
 
 
-@pytest.mark.parametrize(
-    ("theirs", "on_device"), [(tiny_qwen3_5, True), (tiny_lfm2, False), (tiny_granite_hybrid, False)]
-)
-def test_kinds_of_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
-    theirs: Callable[[], PreTrainedModel], on_device: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("theirs", [tiny_qwen3_5, tiny_lfm2, tiny_granite_hybrid])
+def test_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
+    theirs: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = in_torch(theirs())
     engine = make_engine(target, rounds="host")
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(target, "steps", TritonSteps())
-    reason = "rounds='host'" if on_device else "recurrent layers of this kind have no GPU kernels"
-    assert f"rounds by the host ({reason}); " in engine.describe()
+    assert "rounds by the host (rounds='host'); " in engine.describe()
     monkeypatch.setattr(target, "steps", TorchSteps())
-    assert "rounds by the host (recurrent layers of this kind have no GPU kernels); " in engine.describe()
+    assert "rounds by the host (recurrent layers run token by token); " in engine.describe()
 
 
-def test_rounds_of_experts_stay_on_the_host_and_the_start_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_experts_stay_on_the_host_without_kernels_and_the_start_line_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = load_model(tiny(*NATIVE["qwen3_moe"]), dtype=torch.float32)
-    with pytest.raises(ParameterError, match="experts that a router chose"):
-        make_engine(target, rounds="device", max_model_len=64)
     engine = make_engine(target, rounds="host", max_model_len=64)
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     assert "rounds by the host (the experts that a router chose are read on the host); " in engine.describe()
+    monkeypatch.setattr(target, "steps", TritonSteps())
+    assert "rounds by the host (rounds='host'); " in engine.describe()
+
+
+def test_a_round_of_experts_in_the_kernels_is_torchs_and_reads_nothing_from_the_device() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from paceline.kernels.gpu.experts import GroupedProducts
+    from paceline.kernels.gpu.linear import LinearTile
+
+    runners = [runner(ReferenceOps(), DeviceAcceptance(), "experts", rows=2) for _ in range(2)]
+    runners[1].target.model.steps = TritonSteps()  # type: ignore[attr-defined]
+    with torch.inference_mode(), mock.patch.object(GroupedProducts, "_tile", return_value=LinearTile(32, 64)):
+        expected = read_record(runners[0].run(2, 2, 64).read())
+        with NoHostReads():
+            record = runners[1].program(2, 2, 64)
+    assert read_record(record.tolist()) == expected
+
+
+def test_costs_of_ngram_drafts_are_measured_with_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture routes equal tokens to the same experts, and would read too few."""
+    forward, drafts = Decoder.forward, list[Tensor]()
+
+    def watched(decoder: Decoder, tokens: Tensor, *given: Any, **more: Any) -> Tensor:
+        drafts.extend(tokens[:, 1:] if tokens.shape[1] == 8 else ())
+        return forward(decoder, tokens, *given, **more)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    engine_on("device", drafter="ngram", num_speculative_tokens="auto", max_batch_size=2)
+    assert drafts
+    assert all(len(set(tokens.tolist())) > 2 for tokens in drafts)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -174,7 +174,7 @@ def test_a_draft_with_wrong_counts_is_refused(count: int, natively: bool) -> Non
         engine.rounds.choice.kernels = None
     with pytest.raises(ParameterError, match="counts"):
         run(engine, PROMPTS, PARAMS)
-    assert engine.batch.length.tolist() == list(map(len, PROMPTS)), "no row has gained anything"
+    assert engine.batch.length[: len(PROMPTS)].tolist() == list(map(len, PROMPTS)), "no row has gained anything"
 
 
 def native_round_of(engine: Engine) -> NativeRound:

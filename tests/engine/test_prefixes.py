@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from paceline.engine.prefixes import (
     Scope,
     common_prefix_length,
 )
-from toy import VOCAB, FlatToy, RandomLength, ToyModel, make_engine, run, slow_answer, tiny_native
+from toy import VOCAB, FlatToy, RandomLength, ToyModel, answers, make_engine, run, slow_answer, tiny_native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,37 +58,44 @@ def test_common_prefixes_are_counted_to_the_token(text: list[int], at: int, most
     assert common_prefix_length(text, text[:at], most) == min(at, len(text), most)
 
 
+def kept(size: int) -> CachedPrefix:
+    return CachedPrefix(array("i", [1] * size), Scope("", ""))
+
+
 def pool_of(*texts: int) -> FreeSlotPool:
-    """Return a pool of prefixes with these numbers of tokens, the least recently used first."""
-    pool = FreeSlotPool(0)
+    """Return a pool of prefixes with these numbers of tokens, the least recently used first; 0: an empty slot."""
+    pool = FreeSlotPool(())
     for slot, size in enumerate(texts):
-        pool.put(slot, CachedPrefix([1] * size, Scope("", "")))
+        pool.put(slot, kept(size))
     return pool
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fits", "elsewhere", "place"),
+    ("sizes", "fits", "elsewhere", "is_full", "place"),
     [
-        ((50, 60, 70), (0, 0, 0), 0, 0),  # no row holds anything: the oldest
-        ((50, 60, 70), (0, 0, 70), 0, 2),  # nothing is lost where all that a row holds is wanted
-        ((50, 60, 70), (0, 40, 0), 0, 1),  # 20 tokens are lost instead of 50
-        ((50, 60, 120), (0, 0, 40), 0, 0),  # 80 would be
-        ((50, 60, 70), (0, 60, 0), 61, 0),  # a row in use holds more
-        ((0, 60, 70), (0, 40, 0), 0, 0),  # a row that holds nothing is overwritten for nothing
+        ((50, 60, 70), {}, 0, False, 0),  # no slot holds anything: the oldest
+        ((50, 60, 70), {2: 70}, 0, False, 2),  # nothing is lost where all that a slot holds is wanted
+        ((50, 60, 70), {1: 40}, 0, False, 1),  # 20 tokens are lost instead of 50
+        ((50, 60, 120), {2: 40}, 0, False, 0),  # 80 would be
+        ((50, 60, 70), {1: 60}, 61, False, 0),  # a row in use holds more
+        ((60, 0, 70), {2: 40}, 0, False, 1),  # an empty slot is taken for nothing
+        ((60, 0, 70), {2: 70 - LEAST + 1}, 0, False, 2),  # so few tokens are not worth a copy
+        ((60, 0, 70), {2: 40}, 0, True, 2),  # beside a copy the oldest would not fit, which has more tokens
+        ((20, 0, 70), {2: 40}, 0, True, 1),  # fewer
     ],
 )
-def test_the_free_row_that_loses_least_is_chosen(
-    sizes: tuple[int, ...], fits: tuple[int, ...], elsewhere: int, place: int
+def test_the_free_slot_that_loses_least_is_chosen(
+    sizes: tuple[int, ...], fits: dict[int, int], elsewhere: int, is_full: bool, place: int
 ) -> None:
-    assert pool_of(*sizes).choose(dict(enumerate(fits)), elsewhere) == place
+    assert pool_of(*sizes).choose(fits, elsewhere, is_full=is_full) == place
 
 
 def test_recently_used_rows_are_overwritten_last_and_private_ones_first() -> None:
     pool = pool_of(50, 50, 50)
     pool.use(pool.prefixes[0])
-    assert pool.choose(dict.fromkeys(range(3), 0), 0) == 1
+    assert pool.by_use == [1, 2, 0]
     pool.prefixes[2].scope = Scope("", None)
-    assert pool.choose(dict.fromkeys(range(3), 0), 0) == 2
+    assert pool.choose({}, 0, is_full=False) == 2
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -95,6 +104,30 @@ def test_recently_used_rows_are_overwritten_last_and_private_ones_first() -> Non
 def chat_engine(**options: Any) -> Engine:
     kind = options.pop("kind", FlatToy)
     return make_engine(kind(), kind(blur=0.3), drafter="model", attention="auto", **options)
+
+
+@pytest.mark.parametrize(("options", "cached"), [({}, 20 * (39 + 51)), ({"prefix_memory": 0}, 0)])
+def test_twenty_conversations_on_four_rows_find_what_they_said(options: dict[str, Any], cached: int) -> None:
+    """Each takes its own slot again: nothing is copied. Where only rows keep prefixes, they push each other out."""
+    engine = make_engine(tiny_native(3), tiny_native(3, 1), drafter="hybrid", attention="auto", **options)
+    texts = [prompt_of(40, seed)[:37] for seed in range(20)]
+    params = [SamplingParams(temperature=seed % 2, max_tokens=3, seed=seed) for seed in range(20)]
+    found, slots = 0, []
+    for turn in range(3):
+        outputs = run(engine, texts, params)
+        assert answers(outputs) == answers(run(plain_engine(), texts, params))
+        found += sum(output.cached_tokens for output in outputs)
+        texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *prompt_of(9, turn)] for o in outputs]
+        slots.append({tuple(prefix.tokens[:37]): slot for slot, prefix in engine.slots.free.prefixes.items()})
+    assert found == cached
+    assert engine.batch.max_rows == 4
+    assert (slots[0] == slots[1] == slots[2]) == (cached > 0)
+    assert len(slots[0]) == (20 if cached else 4)
+
+
+@functools.cache
+def plain_engine() -> Engine:
+    return make_engine(tiny_native(3), prefix_cache=False)
 
 
 @pytest.mark.parametrize("kind", [ToyModel, FlatToy])
@@ -196,7 +229,7 @@ def test_a_long_prompt_waits_for_a_short_one_to_read_their_common_prefix() -> No
 
 
 def test_the_least_recently_used_row_is_overwritten_first() -> None:
-    engine = chat_engine(max_batch_size=3)
+    engine = chat_engine(max_batch_size=3, prefix_memory=0)
     texts = [prompt_of(40, seed) for seed in range(3)]
     for text in texts:
         ask(engine, text)
@@ -205,7 +238,9 @@ def test_the_least_recently_used_row_is_overwritten_first() -> None:
     )  # the first is of use again, and the oldest is the second
     ask(engine, prompt_of(40, 9))
     found = {
-        index: max(common_prefix_length(held.tokens, text, 40) for held in engine.slots.free.prefixes.values())
+        index: max(
+            common_prefix_length(held.tokens, array("i", text), 40) for held in engine.slots.free.prefixes.values()
+        )
         for index, text in enumerate(texts)
     }
     assert found == {0: 35, 1: 0, 2: 40} or found == {0: 40, 1: 0, 2: 40}
@@ -309,6 +344,8 @@ def soak(seed: int, **options: Any) -> int:
     """Run random chats that continue, branch, are aborted and end together. Return the number of copied tokens."""
     rng = random.Random(seed)
     kind = options.pop("kind", rng.choice([ToyModel, FlatToy]))
+    if kind is FlatToy:
+        options |= rng.choice([{}, {"prefix_memory": 0}, {"prefix_memory": 1 << rng.randint(1, 18)}])
     rows, chunk = rng.randint(1, 5), rng.choice([3, 8, 100])
     engine = chat_engine(kind=kind, max_batch_size=rows, prefill_chunk=chunk, **options)
     engine.use_policy(SometimesHopeful(seed))
@@ -399,6 +436,7 @@ def test_a_long_prefix_outlives_short_ones_used_later_but_not_for_ever() -> None
     pool.use(pool.prefixes[1])
     uses = 0
     while (victim := pool.by_use[0]) != 0 and uses < 60:
-        pool.put(victim, CachedPrefix([2] * 50, Scope("", "")))
+        pool.take(victim)
+        pool.put(victim, kept(50))
         uses += 1
     assert 15 < uses < 25

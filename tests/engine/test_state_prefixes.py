@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from benchmarks.state_memory import resident
 
 from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
+from paceline.core.recurrent_state import StatefulCache
 from paceline.engine import request, scheduler, slot_allocator
-from paceline.models.base import AnyModel
+from paceline.models.base import AnyModel, FlatModel
 from recurrent_support import (
     in_torch,
     on_kernels,
@@ -106,3 +108,35 @@ def test_each_turn_of_a_chat_reads_what_is_new(kind: str, rows: int) -> None:
         assert answers([output]) == alone(model, [text])
         assert output.cached_tokens == (len(text) - 3 - 1 if turn else 0), "all but the message and the token before"
         text = [*text, *output.outputs[0].token_ids, *text_of(3, 50 + turn)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_conversations_beside_the_rows_keep_their_states_within_the_limit(kind: str) -> None:
+    """On the kernels nine conversations find their states on two rows, or as many as memory is given for."""
+    model = MODELS[kind]()
+    apart = isinstance(model, FlatModel)
+    plenty = make_engine(model, drafter="ngram", max_batch_size=2)
+    room = plenty.room
+    engines = (
+        [plenty]
+        if not apart
+        else [plenty, make_engine(model, drafter="ngram", max_batch_size=2, prefix_memory=3 * room.prefix_bytes(40))]
+    )
+    for engine in engines:
+        cached, texts = 0, [text_of(24, seed) for seed in range(9)]
+        for turn in range(2):
+            outputs = [run(engine, [text], greedy(1))[0] for text in texts]
+            assert answers(outputs) == alone(model, texts)
+            cached += sum(output.cached_tokens > 0 for output in outputs)
+            texts = [
+                [*text, *o.outputs[0].token_ids, *text_of(5, turn)] for text, o in zip(texts, outputs, strict=True)
+            ]
+        assert cached == (9 if apart and engine is plenty else 0)
+        cache = engine.parts.target.cache
+        assert isinstance(cache, StatefulCache)
+        states = cache.states
+        assert sum(map(len, states._saved.values())) <= states.max_saved
+        if engine is not plenty:
+            held = int((states.base > 0).sum())
+            assert held == len(engine.slots.free.prefixes) < 9
+            assert resident(states.state) <= held * states.state[:, 0].nbytes

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.core.cache import KVCache
+from paceline.core.eight_bits import restored, stored, vector_width
 from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache
 from paceline.kernels.abi import ACTIVATION_GROUP
@@ -112,7 +113,7 @@ def write(layer: int, cache: KVCache, rows: Tensor, slots: Tensor, k: Tensor, v:
     """
     at = slots.clamp(max=cache.positions)
     for table, new in zip(cache.layer(layer), (k, v), strict=True):
-        table[rows, :, at] = new.to(table.dtype)
+        table[rows, :, at] = stored(new, table.dtype)
 
 
 def attend(
@@ -130,11 +131,11 @@ def attend(
 
     sinks: [H], one more score of each head, without a value. cap: scores are cap * tanh(scores / cap).
     """
-    out = q.new_empty(*q.shape[:2], cache.layer(layer)[1].shape[-1])
+    out = q.new_empty(*q.shape[:2], vector_width(cache.layer(layer)[1]))
     for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
         slots = [*range(text), *tail][: cache.positions]
         visible = slots if window is None else slots[max(0, len(slots) - window) :]
-        k, v = (table[row][:, visible].float() for table in cache.layer(layer))
+        k, v = (restored(table[row][:, visible], torch.float32) for table in cache.layer(layer))
         grouped = q[i].view(k.shape[0], -1, q.shape[2])
         scores = (grouped * scale) @ k.transpose(1, 2)
         scores = scores if cap is None else cap * (scores / cap).tanh()

@@ -220,41 +220,58 @@ void test_norm(const Kernels& kernels) {
   say(kernels, "norm", hash);
 }
 
-// One row of `count` tokens over a cache, with and without a window, head width 48 (a remainder of the transposition).
-uint64_t attend(const Kernels& kernels, bool bf16, int64_t window) {
-  constexpr int kHeads = 6, kKvHeads = 2, kDim = 48, kPositions = 400, kCount = 4, kStart = 371;
-  constexpr size_t kQkv = (kHeads + 2 * kKvHeads) * kDim, kElements = size_t{kKvHeads} * (kPositions + 1) * kDim;
+// Cached vectors of random numbers, with their scales if they are int8.
+void fill_cache(Random& random, CacheElement element, size_t dim, std::vector<uint8_t>& cache) {
+  const size_t bytes = static_cast<size_t>(bytes_of(element)), stride = dim + (element == kCacheInt8 ? sizeof(float) : 0);
+  for (size_t i = 0; i * bytes < cache.size(); ++i) {
+    const float x = random.uniform();
+    const uint16_t half = to_bf16(x);
+    const int8_t byte = static_cast<int8_t>(127.0f * x);
+    const void* from[] = {&x, &half, &byte};
+    std::memcpy(cache.data() + bytes * i, from[element], bytes);
+    if (i % stride == dim) std::memcpy(cache.data() + i, &x, sizeof x), i += sizeof x - 1;
+  }
+}
+
+// One row of `count` tokens over a cache, with and without a window, head widths with a remainder of the transposition.
+uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
+  constexpr int kHeads = 6, kKvHeads = 2, kPositions = 400, kCount = 4, kStart = 371;
+  const int kDim = element == kCacheInt8 ? 80 : 48;
+  const size_t stride = static_cast<size_t>(kDim) + (element == kCacheInt8 ? sizeof(float) : 0);
+  const size_t kQkv = (kHeads + 2 * kKvHeads) * static_cast<size_t>(kDim), kPage = kKvHeads * kPagePositions * stride;
+  const std::vector<int32_t> pages = {3, 0, 6, 1, 5, 2, 4};
+  const size_t elements = pages.size() * kPage;
   Random random{77};
-  std::vector<float> qkv(kQkv * kCount), out(size_t{kHeads} * kDim * kCount), cosine(kPositions * kDim / 2), sine(cosine), norm(kDim);
-  std::vector<uint8_t> keys(kElements * (bf16 ? 2 : 4)), values(keys);
+  const size_t dim = static_cast<size_t>(kDim);
+  std::vector<float> qkv(kQkv * kCount), out(kHeads * dim * kCount), cosine(kPositions * dim / 2), sine(cosine), norm(dim);
+  std::vector<uint8_t> keys(elements * static_cast<size_t>(bytes_of(element))), values(keys);
   for (float& x : qkv) x = random.uniform();
   for (float& x : norm) x = random.uniform();
   for (size_t i = 0; i < cosine.size(); ++i) cosine[i] = random.uniform(), sine[i] = random.uniform();
-  for (size_t i = 0; i < kElements; ++i) {
-    for (std::vector<uint8_t>* cache : {&keys, &values}) {
-      const float x = random.uniform();
-      const uint16_t half = to_bf16(x);
-      if (bf16) std::memcpy(cache->data() + 2 * i, &half, sizeof half);
-      else std::memcpy(cache->data() + 4 * i, &x, sizeof x);
-    }
-  }
+  for (std::vector<uint8_t>* cache : {&keys, &values}) fill_cache(random, element, dim, *cache);
   std::vector<int64_t> positions;
   for (int i = 0; i < kCount; ++i) positions.push_back(kStart + i);
   Attention a = {};
-  a.qkv = qkv.data(), a.qkv_stride = kQkv, a.out = out.data(), a.out_stride = size_t{kHeads} * kDim;
+  a.qkv = qkv.data(), a.qkv_stride = kQkv, a.out = out.data(), a.out_stride = kHeads * dim;
   a.positions = positions.data(), a.keys = keys.data(), a.values = values.data();
-  a.row_stride = kElements, a.head_stride = size_t{kPositions + 1} * kDim, a.position_stride = kDim;
-  a.bf16 = bf16, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = kDim, a.capacity = kPositions, a.window = window;
+  a.page_stride = kPage, a.head_stride = kPagePositions * stride, a.position_stride = stride;
+  a.pages = pages.data(), a.blocks = pages.size();
+  a.element = element, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = a.value_dim = kDim, a.capacity = kPositions, a.window = window;
+  std::vector<float> balance(kKvHeads * dim);
+  for (size_t i = 0; i < balance.size(); ++i) balance[i] = static_cast<float>(1 << i % 5);
+  if (element == kCacheInt8) a.balance = balance.data();
   a.scale = 0.3f, a.q_norm = norm.data(), a.epsilon = 1e-6f;
   const Rotary rotary = {cosine.data(), sine.data(), kDim / 2, kPositions};
   for (int token = 0; token < kCount; ++token) kernels.rotate_and_write(a, rotary, token, 0);
   std::vector<float> scratch(attend_scratch_floats(kDim));
-  for (int head = 0; head < kKvHeads; ++head) kernels.attend(a, 0, 0, kCount, head, scratch.data(), nullptr);
+  for (int head = 0; head < kKvHeads; ++head) kernels.attend(a, {0, head}, 0, kCount, scratch.data(), nullptr);
   return hash_of(out.data(), out.size() * sizeof(float), hash_of(keys.data(), keys.size()));
 }
 
 void test_attention(const Kernels& kernels) {
-  say(kernels, "attention", attend(kernels, true, 0) ^ attend(kernels, false, 0) << 1 ^ attend(kernels, true, 100) << 2);
+  const uint64_t windowed = attend(kernels, kCacheBf16, 100);
+  say(kernels, "attention", attend(kernels, kCacheBf16, 0) ^ attend(kernels, kCacheFloat32, 0) << 1 ^ windowed << 2);
+  say(kernels, "attention in int8", attend(kernels, kCacheInt8, 0) ^ attend(kernels, kCacheInt8, 100) << 1);
 }
 
 // Five tokens of a slot, two of which may be rejected, after three that its last pass kept; in several cuts.

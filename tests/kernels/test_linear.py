@@ -141,7 +141,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(kernels, to, inputs):
 @in_every_format
 def test_bits_do_not_depend_on_the_number_of_threads(kernels, to):
     x, weight = normal(9, 200), pack.quantise(normal(150, 200, seed=1), to)
-    assert same_bits([run_linear(kernels, x, weight, threads=threads) for threads in (1, 2, 3, 7)])
+    assert same_bits([run_linear(kernels, x, weight, threads=threads) for threads in (1, 2, 3, 7, 64)])
 
 
 @pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")

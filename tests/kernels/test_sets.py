@@ -17,7 +17,7 @@ SAME_EVERYWHERE = {
     "int8": "25e6801008d8ea62",
     "int4": "ae08a251835a06fe",
     "norm": "df764f23a0d86451",
-    "attention": "2a812ec783af5a96",
+    "attention": "b5acf0aebb7a7d8f",
     "recurrent": "d92334795afed7b7",
     "draw": "48ac90842efdba2f",
     "probabilities": "309a07509dbaea32",

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.cache import KVCache
+from paceline.core.eight_bits import vector_width
+from paceline.core.pages import blocks_for
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.attention.base import AttentionTerms
@@ -302,7 +304,7 @@ def run_attention(
     window: int | None = None,
 ) -> Tensor:
     """Rotary, cache write and attention of one row's new tokens in layer 0: qkv [N, (H + 2G) D] -> [N, H D]."""
-    kv_heads, dim = cache.keys.shape[2], cache.keys.shape[4]
+    kv_heads, dim = cache.keys.shape[2], vector_width(cache.keys)
     qkv = qkv.clone()
     out = torch.zeros(qkv.shape[0], heads * dim)
     whole = structs.cache(cache)
@@ -316,15 +318,17 @@ def run_attention(
         positions=positions.data_ptr(),
         keys=where.keys,
         values=where.values,
-        row_stride=where.row_stride,
+        page_stride=where.page_stride,
         head_stride=where.head_stride,
         position_stride=where.position_stride,
-        bf16=bool(whole.bf16),
+        element=whole.element,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
         value_dim=dim,
         capacity=whole.capacity,
+        pages=where.pages,
+        blocks=blocks_for(whole.capacity),
         window=window or 0,
         scale=dim**-0.5,
         epsilon=1e-6,

@@ -19,6 +19,7 @@ from kernels.tools import (
     with_latent,
     with_sinks,
 )
+from paceline.core.cpus import Node, usable_cpus
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import native
@@ -292,15 +293,27 @@ def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, sh
 @on_every_isa
 def test_results_are_bitwise_independent_of_the_number_of_threads(kernels):
     spec = random_spec(**SHAPES["smollm"])
-    tokens, (rows, positions) = some_tokens(spec, 44), ragged({1: 40, 0: 4})
+    tokens, (rows, positions) = some_tokens(spec, 103), ragged({1: 99, 0: 4})
     results = [
         (model := model_of(spec, kernels, "int8", threads)).logits(
             forward(model, tokens, rows, positions, cache_for(spec))
         )
-        for threads in (1, 2, 5)
+        for threads in (1, 2, 5, 24)  # with 24, products are also cut by rows
     ]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.skipif(not EVERY, reason=f"no kernels here: {native.why_none()}")
+@pytest.mark.parametrize("shape", ["experts, every feature", "latent, experts", "in parallel"])
+def test_results_are_bitwise_independent_of_nodes(shape):
+    """Of a matrix, threads compute the panels of their own node; here all nodes are the machine's first."""
+    spec, cpus = spec_of_shape(shape), usable_cpus()
+    tokens, (rows, positions) = some_tokens(spec, 70), ragged({1: 64, 0: 6})
+    expected = forward(model_of(spec, EVERY[0], "int8", 2), tokens, rows, positions, cache_for(spec))
+    for threads, nodes in ((5, 2), (3, 3), (40, 7)):
+        with native.kernel_threads(threads, tuple(Node(0, cpus[i % len(cpus) :][:1]) for i in range(nodes))):
+            model = model_of(spec, EVERY[0], "int8", 2)
+            assert torch.equal(forward(model, tokens, rows, positions, cache_for(spec)), expected)
 
 
 @on_every_isa

@@ -21,10 +21,11 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Nodes
+from paceline.core.row_tables import GROWS
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
-from paceline.models.load.adapters import attach
+from paceline.models.load.adapters import AdaptedLinear, attach
 from paceline.models.load.loading import describe_source, load_model
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
@@ -78,7 +79,7 @@ def in_torch(theirs: PreTrainedModel, adapters: dict[str, Path], number: int) ->
     attach(ours, adapters, describe_source(theirs))
     assert isinstance(ours, Transformer)
     assert ours.adapters is not None
-    ours.adapters.use([number])
+    ours.adapters.use(torch.tensor([number]))
     return Runner(ours, 1)(random_tokens(1, LENGTH), torch.arange(LENGTH)[None])[0]
 
 
@@ -121,7 +122,10 @@ def test_adapters_are_counted_with_the_weights_and_calibrated_in_turn(tmp_path: 
     attach(ours, adapters, describe_source(theirs))
     stored = sum(t.nbytes for path in adapters.values() for t in load_file(path / "adapter_model.safetensors").values())
     native_model = on_kernels(theirs, adapters, "int8")
-    assert ours.weight_bytes() - bare[0] == stored
+    assert isinstance(ours, Transformer)
+    adapted = [linear for linear in ours.linears() if isinstance(linear, AdaptedLinear)]
+    changes = sum(tensor.nbytes for linear in adapted for tensor in linear.tensors()[-2:])
+    assert ours.weight_bytes() - bare[0] == changes > stored, "filled up to one rank"
     assert native_model.weight_bytes() - bare[1] > stored, "padded"
     parts = make_engine(native_model, drafter="ngram", max_batch_size=4, max_model_len=48).parts
     seen: set[tuple[int, ...]] = set()
@@ -202,7 +206,7 @@ def test_speculation_changes_no_token(drafter: str, quantization: Quantization, 
     options |= {"adapters": adapters_of(tmp_path, theirs), "use_tqdm": False, "dtype": "bfloat16"}
     plain = LLM(theirs, drafter=None, num_speculative_tokens=0, **options)
     draft = None if drafter == "ngram" else theirs  # drafts for the model itself
-    llm = LLM(theirs, drafter=drafter, draft_model=draft, num_speculative_tokens=3, **options)
+    llm = LLM(theirs, drafter=drafter, draft_model=draft, num_speculative_tokens=3, **{**options, "max_batch_size": 2})
     assert isinstance(llm.engine.parts.target.model, NativeModel)
     for fields in ({"temperature": 0.0}, {"temperature": 0.7}):
         alone = [answers(plain, [index], **fields)[0][0] for index in range(4)]
@@ -210,6 +214,7 @@ def test_speculation_changes_no_token(drafter: str, quantization: Quantization, 
         assert [tokens for tokens, _ in found] == alone
         assert [tokens for tokens, _ in answers(plain, range(4), **fields)] == alone
         assert sum(accepted for _, accepted in found) > 0
+    assert llm.engine.slots.free.counts.reused == len(PROMPTS) or not GROWS
     without = LLM(theirs, drafter=None, num_speculative_tokens=0, **{**options, "adapters": None})
     bare = without.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
     same = [

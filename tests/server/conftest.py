@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 import honest
+from chat_support import save_chat_model
 from paceline.config import ServerConfig
 from paceline.core.outputs import RequestOutput
 from paceline.llm import LLM
 from server_support import Live, load, save_model, start
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -42,6 +47,22 @@ def keyed(tiny: str) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def offline(tiny: str) -> LLM:
     return load(tiny)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose model has tools and thoughts."""
+    path = save_chat_model(tmp_path_factory.mktemp("talker") / "tiny")
+    yield from start(ServerConfig(port=0, served_model_name="tiny", max_waiting=12), path)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Not for the whole session: while it lives, this thread has an event loop that runs."""
+    from browser_support import chromium  # where playwright is missing, other tests run
+
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture

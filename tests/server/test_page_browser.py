@@ -1,56 +1,29 @@
-"""The page in headless Chromium against a live server."""
+"""The inspector in headless Chromium against a live server."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from chat_support import ADD, PING, save_chat_model
-from paceline.config import ServerConfig
+from browser_support import LAPTOP, PHONE, opened
+from chat_support import ADD, PING
+from paceline.config import SamplingParams, ServerConfig
+from paceline.config.sampling import RECOMMENDED_FIELDS
+from paceline.server.protocol import SamplingFields
 from server_support import Live, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PHONE = {"width": 360, "height": 740}
-DESKTOP = {"width": 1280, "height": 900}
 KINDS = {"accepted", "recovered", "bonus", "plain"}
-
-expect.set_options(timeout=30_000)  # milliseconds; enough for a loaded machine
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
-        pytest.skip("no chromium on the path: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(browser: Browser, live: Live) -> Iterator[Page]:
     yield from opened(browser, live)
-
-
-def opened(browser: Browser, live: Live, refusals: str = "none", **options: object) -> Iterator[Page]:
-    """The loaded page. Any console message of the browser fails the test, except for the status in ``refusals``."""
-    context = browser.new_context(**{"viewport": DESKTOP} | options)  # type: ignore[arg-type]
-    page, complaints = context.new_page(), []
-    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.set_default_timeout(30_000)
-    page.goto(live.url)
-    yield page
-    context.close()
-    live.wait_until_idle()
-    assert [text for text in complaints if f"status of {refusals}" not in text] == []
 
 
 def fill(page: Page, prompt: str = "hello", n: int = 3, tokens: int = 200) -> None:
@@ -98,6 +71,34 @@ def test_the_page_sends_what_was_chosen_and_shows_what_the_server_chooses(page: 
     chat, completion = bodies
     assert chat.keys() == {"n", "stream", "metrics", "messages"}
     assert completion.keys() == {"n", "stream", "metrics", "prompt", "top_p"}
+
+
+def test_every_setting_of_the_server_is_there_with_its_default(page: Page) -> None:
+    fields = page.evaluate("import('/playground/settings.js').then(({ FIELDS }) => FIELDS)")
+    assert SamplingFields.model_fields.keys() - fields.keys() == {"n", "best_of", "rank_by"}, "of several answers"
+    assert {name for name, field in fields.items() if field.get("recommended")} == set(RECOMMENDED_FIELDS)
+    defaults = {name: getattr(SamplingParams, name) for name, field in fields.items() if field["empty"] in (0, 1)}
+    assert defaults == {name: fields[name]["empty"] for name in defaults}
+    flags = {name: getattr(SamplingParams(), name, True) for name, field in fields.items() if field["kind"] == "flag"}
+    assert flags == {name: fields[name]["empty"] == "yes" for name in flags}
+
+
+def test_a_chosen_setting_changes_what_the_others_are_by_default(page: Page) -> None:
+    expect(page.get_by_label("Top-p")).to_have_attribute("placeholder", "0.95")
+    page.get_by_label("Temperature").fill("0.5")
+    expect(page.get_by_label("Top-p")).to_have_attribute("placeholder", "1")
+    bodies = list[dict[str, object]]()
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    page.get_by_text("More settings").click()
+    page.get_by_label("Ends at these texts").fill("a b\n\\n\\n")
+    page.get_by_label("Token ids that end it").fill("1, 2")
+    page.get_by_label("Logit bias").fill('{"3": -5}')
+    page.get_by_label("Goes on after the end of text").select_option("yes")
+    page.get_by_label("Max tokens").fill("2")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".answer.ended")).to_have_count(3)
+    chosen = {"stop": ["a b", "\n\n"], "stop_token_ids": [1, 2], "logit_bias": {"3": -5}, "ignore_eos": True}
+    assert {**bodies[0], **chosen, "temperature": 0.5, "max_tokens": 2} == bodies[0]
 
 
 def test_token_kinds_differ_by_more_than_colour(page: Page) -> None:
@@ -156,13 +157,6 @@ def test_the_form_sets_num_speculative_tokens(page: Page, choice: str, k: str | 
     page.get_by_role("button", name="Generate").click()
     expect(page.locator(".answer.ended")).to_have_count(1)
     assert (kinds(page) != {"plain"}) == drafts
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server whose model has tools and thoughts."""
-    path = save_chat_model(tmp_path_factory.mktemp("page") / "tiny")
-    yield from start(ServerConfig(port=0, served_model_name="tiny", max_waiting=12), path)
 
 
 def test_calls_and_thoughts_are_shown_apart_from_the_text(browser: Browser, talker: Live) -> None:
@@ -243,7 +237,7 @@ def test_a_key_is_asked_for_and_never_stored(browser: Browser, tiny: str) -> Non
             assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
 
 
-@pytest.mark.parametrize("size", [{"width": 1366, "height": 768}, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
 def test_generate_and_stop_are_in_sight_and_keep_the_focus(
     browser: Browser, live: Live, unhurried: None, size: dict[str, int]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -12,37 +13,49 @@ import pytest
 
 from paceline.config import ServerConfig
 from paceline.server.logs import WithoutPolling
-from paceline.server.playground import HEADERS, MEDIA_TYPES, STATIC
+from paceline.server.playground import HEADERS, MEDIA_TYPES, PAGES, STATIC
 from server_support import Live, start
 from web import client
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ASSETS = sorted(STATIC.iterdir(), key=lambda path: path.name)
+VENDOR = STATIC / "vendor"
+ASSETS = sorted(path for path in STATIC.rglob("*") if path.is_file())
+OURS = [path for path in ASSETS if path.parent == STATIC]
 
 
 @pytest.mark.parametrize("asset", ASSETS, ids=lambda path: path.name)
 def test_every_asset_has_its_media_type(live: Live, asset: Path) -> None:
-    reply = live.get(f"/playground/{asset.name}")
+    reply = live.get(f"/playground/{asset.relative_to(STATIC).as_posix()}")
     assert (reply.status_code, reply.content) == (200, asset.read_bytes())
     assert reply.headers["content-type"] == MEDIA_TYPES[asset.suffix]
     assert {name: reply.headers[name] for name in HEADERS} == HEADERS
 
 
-def test_the_page_has_no_inline_and_no_external_content(live: Live) -> None:
-    reply = live.get("/")
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_has_no_inline_and_no_external_content(live: Live, path: str) -> None:
+    reply = live.get(path)
     assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
     assert re.findall(r"<script[^>]*>([^<]+)</script>|\sstyle=|\son[a-z]+=", reply.text) == []
-    for asset in ASSETS:
+    for asset in OURS:
         addresses = re.findall(r"https?://[^\s\"']+", asset.read_text())
         assert [found for found in addresses if not found.startswith("http://www.w3.org/")] == [], asset.name
 
 
-def test_all_links_of_the_page_are_served(live: Live) -> None:
-    named = set(re.findall(r'(?:src|href)="(playground/[^"]+)"', live.get("/").text))
-    assert {"playground/main.js", "playground/style.css"} <= named
-    assert [name for name in named if live.get(f"/{name}").status_code != 200] == []
+@pytest.mark.parametrize("path", PAGES)
+def test_all_links_of_a_page_are_served(live: Live, path: str) -> None:
+    named = set(re.findall(r'(?:src|href)="([^"]+)"', live.get(path).text))
+    assert {"playground/style.css", "chat", "docs", "./"} <= named
+    assert [name for name in named if live.get(f"/{name.removeprefix('./')}").status_code != 200] == []
+
+
+def test_the_vendored_library_is_the_one_that_its_page_names() -> None:
+    library, page = (VENDOR / name for name in ("markdown-it.min.js", "markdown-it.txt"))
+    assert set(VENDOR.iterdir()) == {library, page}
+    name, version = re.findall(r"^/\*! (\S+) (\S+) https:", library.read_text())[0]
+    assert page.read_text().startswith(f"{name} {version}, https:")
+    assert hashlib.sha256(library.read_bytes()).hexdigest() in page.read_text()
 
 
 @pytest.mark.parametrize("path", ["/playground/", "/playground/none.js", "/playground/%2e%2e/app.py"])
@@ -54,7 +67,7 @@ def test_no_other_path_is_served_below_the_page(live: Live, path: str) -> None:
 
 def test_a_key_is_required_for_stats_but_not_for_the_page(tiny: str) -> None:
     for live in start(ServerConfig(port=0, api_keys=["secret"]), tiny):
-        assert live.get("/").status_code == 200
+        assert [live.get(path).status_code for path in PAGES] == [200, 200]
         assert live.get("/playground/main.js").status_code == 200
         assert live.get("/stats").status_code == 401
         assert live.get("/playground/../stats").status_code in (401, 404)
@@ -62,7 +75,7 @@ def test_a_key_is_required_for_stats_but_not_for_the_page(tiny: str) -> None:
 
 def test_the_page_can_be_disabled(tiny: str) -> None:
     for live in start(ServerConfig(port=0, playground=False), tiny):
-        assert client.get(f"{live.url}/").status_code == 404
+        assert [client.get(live.url + path).status_code for path in PAGES] == [404, 404]
         assert client.head(f"{live.url}/").status_code == 200  # agents ask whether the server is there
         assert client.get(f"{live.url}/playground/main.js").status_code == 404
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config import ServerConfig
+from paceline.core.row_tables import GROWS
 from server_support import Live, start
 from web import client
 
@@ -30,7 +32,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: Live) -> None:
-    hits = live.metric("prefix_cache_hits_total")
+    hits, reused = live.metric("prefix_cache_hits_total"), live.metric("cached_prefix_tokens_reused_total")
     messages = [user("a question that is new to this server")]
     first = post(live, CHAT, messages=messages)
     assert cached(first) == 0
@@ -41,6 +43,8 @@ def test_cached_tokens_of_a_next_turn_appear_in_usage_metrics_and_streams(live: 
     )  # the chat template's, which then adds [assistant]
     assert cached(second) == second["choices"][0]["paceline"]["metrics"]["cached_tokens"]
     assert live.metric("prefix_cache_hits_total") - hits == cached(second)
+    assert live.metric("cached_prefix_tokens_reused_total") - reused == cached(second)
+    assert live.metric("cached_prefixes") > 0
     third = post_stream(live, messages=messages)
     assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
 
@@ -122,3 +126,28 @@ def test_a_key_cannot_tell_what_another_keys_prompts_begin_with(keyed: tuple[Liv
     assert cached_of("one") == 0
     assert cached_of("one") > 0
     assert (cached_of("two") > 0) is shared
+
+
+@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+def test_after_a_restart_a_key_finds_its_own_texts_in_files(tiny: str, tmp_path: Path) -> None:
+    config = ServerConfig(port=0, served_model_name="tiny", api_keys=("one", "two"))
+    prompt = "what the first key says, in more than the sixty-four tokens that are worth a file of their own"
+
+    options: dict[str, Any] = {"prefix_dir": str(tmp_path), "attention": "native", "dtype": "auto"}
+
+    def cached_of(live: Live, key: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        return cached(live.post(COMPLETIONS, body, headers={"authorization": f"Bearer {key}"}).json())
+
+    def read_back(live: Live) -> bool:
+        page = live.get("/metrics", headers={"authorization": "Bearer one"}).text
+        return 'paceline:cached_prefix_events_total{event="read"} 1.0' in page
+
+    for live in start(config, tiny, **options):
+        assert cached_of(live, "one") == 0
+    assert len(list(tmp_path.iterdir())) == 1
+    for live in start(config, tiny, **options):
+        assert (cached_of(live, "two"), read_back(live)) == (0, False), "another key neither finds it nor waits for it"
+        assert (cached_of(live, "one"), read_back(live)) == (len(prompt) - 1, True)
+        assert "in files" in live.context.llm.engine.describe()
+    assert len(list(tmp_path.iterdir())) == 2

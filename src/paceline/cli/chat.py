@@ -41,6 +41,7 @@ def chat(
     if full_name(model) in hub.EMBEDDED:
         hub.pull(model, progress=not quiet)
     llm = engine.load(model, quiet)
+    context.call_on_close(llm.close)
     params = follow_recommendation(context, llm, sampling, quiet, chat=True)
     typed = sys.stdin.isatty() and sys.stderr.isatty()
     conversation = Conversation(llm, params, system, quiet=quiet, confirm=_confirm if typed else None)

@@ -62,6 +62,7 @@ def generate(
     if as_json:
         show = partial(_show_json, [entry.custom_id for entry in checked])
     llm = engine.load(model, quiet)
+    context.call_on_close(llm.close)
     chats = [isinstance(entry, Job) and entry.messages is not None for entry in checked]
     chat_params = follow_recommendation(context, llm, sampling, quiet or not any(chats), chat=True)
     params = follow_recommendation(context, llm, sampling, quiet or any(chats))

@@ -17,9 +17,11 @@ from paceline.cli.console import Stdout, report_error
 from paceline.cli.conversation import WITHOUT as NOT_SET_IN_CHATS
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
-from paceline.cli.flags import with_flags
+from paceline.cli.flags import PREFIX_FILES, with_flags
 from paceline.cli.generate import generate
 from paceline.cli.models import list_models, ps, rm, show
+from paceline.cli.plan import WITHOUT as NOT_PLANNED
+from paceline.cli.plan import plan
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.serve import serve
@@ -67,16 +69,17 @@ for command in (generate, batch, serve, pull, demo):
 for name in ("chat", "run"):
     app.command(name, cls=Command)(with_flags(chat, without=NOT_SET_IN_CHATS))
 app.command("list", cls=Command)(list_models)
+app.command(cls=Command)(with_flags(plan, without=NOT_PLANNED))
 for shown in (show, rm, ps):
     app.command(cls=Command)(shown)
 app.command(cls=Command)(
-    with_flags(verify, without={"num_speculative_tokens", "acceptance"})
+    with_flags(verify, without={"num_speculative_tokens", "acceptance", *PREFIX_FILES})
 )  # it has --lengths and tries both rules
 app.command(cls=Command)(
-    with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile"})
+    with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile", *PREFIX_FILES})
 )  # it varies them
-app.command(cls=Command)(with_flags(trace, without=NOT_TRACED))
-app.command(cls=Command)(with_flags(train_draft, without=WITHOUT))
+app.command(cls=Command)(with_flags(trace, without={*NOT_TRACED, *PREFIX_FILES}))
+app.command(cls=Command)(with_flags(train_draft, without={*WITHOUT, *PREFIX_FILES}))
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 

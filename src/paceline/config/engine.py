@@ -24,13 +24,14 @@ from paceline.config.limits import (
     DraftTokenCount,
     DraftVocabulary,
     DtypeName,
+    KVCacheDtypeName,
     Length,
     QuantizationName,
     RoundsName,
     Seconds,
     Width,
 )
-from paceline.config.ranges import FileName, Text, Whole, check, check_fields, names_checked
+from paceline.config.ranges import FileName, NumaNodes, OneOf, Text, Whole, check, check_fields, names_checked
 from paceline.config.registry import DRAFTERS, LENGTHS, DrafterKind, LengthKind
 from paceline.errors import ParameterError
 
@@ -148,10 +149,19 @@ class EngineConfig:
     quantization: Annotated[
         QuantizationName | None,
         Help(
-            "Weights in fewer bits, quantised when the model loads: int8, int4 (CPU); int8, fp8 (CUDA).",
+            "Weights in fewer bits, kept or quantised when the model loads: int8, int4; fp8 (CUDA).",
             more="None leaves weights in ``dtype``.",
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        OneOf(get_args(KVCacheDtypeName), names.CACHE_DTYPES),
+        Help(
+            "Precision of keys and values: auto (that of dtype), bf16, int8 or fp8.",
+            more="It holds for the target, the draft model and heads. Texts with int8 differ from those with 16 bits, "
+            "but speculation and the batch change nothing: each vector has a scale of its own.",
+        ),
+    ] = "auto"
     draft_dtype: Annotated[DtypeName | Literal["same"], Help("Precision of the draft model.")] = "same"
     draft_quantization: Annotated[
         QuantizationName | Literal["same"] | None, Help("Quantisation of the draft model's weights.")
@@ -193,6 +203,34 @@ class EngineConfig:
             "answers of other requests (``lookup_tokens``).",
         ),
     ] = True
+    prefix_memory: Annotated[
+        int | None,
+        Whole(0, MAX_BYTES),
+        Help(
+            "Bytes for prefixes of ended requests, beside the rows'. 0: free rows keep them, and no others. Default: "
+            "a quarter of the memory left free.",
+            more="The least recently used go first, long ones later than short ones. They also fill what rows do not "
+            "need now, and give way to them. Only the CPU kernels on Linux keep more prefixes than rows.",
+        ),
+    ] = None
+    prefix_dir: Annotated[
+        str | None,
+        FileName("the name of a directory"),
+        Help(
+            "Directory for prefixes that give way in memory, and for all at the end; later runs read them back.",
+            more="Files have the tokens of prompts and answers, so the directory must be this user's, and is made for "
+            "this user alone. Only the same models in the same precision read a file. Prefixes of adapters, and those "
+            "of fewer than 64 tokens, stay in memory. A server ends so at SIGTERM, an ``LLM`` with ``close``.",
+        ),
+    ] = None
+    prefix_dir_size: Annotated[
+        int,
+        Whole(1, MAX_BYTES),
+        Help(
+            "Bytes of all files in the directory of prefixes. Those used longest ago are removed.",
+            more="An option of its own, because a directory's name may have any character.",
+        ),
+    ] = 16 * 2**30
     device: Annotated[
         str,
         Text(filled=True),
@@ -210,8 +248,20 @@ class EngineConfig:
     threads: Annotated[
         int | None,
         Whole(1, MAX_THREADS),
-        Help("CPU threads, of each rank. Default: torch's choice, at most a container's CPU quota."),
+        Help(
+            "CPU threads, of each rank. Default: one per core, at most a container's CPU quota.",
+            more="Efficiency cores do not count. Above eight the default is measured: as many as make a pass faster.",
+        ),
     ] = None
+    numa: Annotated[
+        str,
+        NumaNodes(),
+        Help(
+            "NUMA nodes (sockets) that the CPU kernels use: auto (all, if there are several), off, or numbers: 0,1.",
+            more="Threads are divided between the nodes, and so is every matrix: each thread reads memory that is "
+            "near. Linux only.",
+        ),
+    ] = "auto"
     memory_limit: Annotated[
         int | None,
         Whole(1, MAX_BYTES),
@@ -245,8 +295,11 @@ class EngineConfig:
         whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
         check(self.attention != "native", "attention", self.attention, whole)
         check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}")
+        caches = f"'auto' {ranks}, whose caches are kept in dtype; others {one}"
+        check(self.kv_cache_dtype == "auto", "kv_cache_dtype", self.kv_cache_dtype, caches)
         batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
         check(not self.deterministic, "deterministic", self.deterministic, batch)
+        check(self.numa in ("auto", "off"), "numa", self.numa, f"'auto' or 'off' {ranks}; others {one}")
 
     def _check_acceptance(self) -> None:
         acceptance = self.acceptance
@@ -362,6 +415,7 @@ class EngineOptions(TypedDict, total=False):
     rounds: RoundsName
     dtype: DtypeName
     quantization: QuantizationName | None
+    kv_cache_dtype: str
     draft_dtype: DtypeName | Literal["same"]
     draft_quantization: QuantizationName | Literal["same"] | None
     max_batch_size: int | None
@@ -369,9 +423,13 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int
     longest_pause: float | None
     prefix_cache: bool
+    prefix_memory: int | None
+    prefix_dir: str | None
+    prefix_dir_size: int
     device: str
     tensor_parallel: int
     threads: int | None
+    numa: str
     memory_limit: int | None
 
 
@@ -404,6 +462,8 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
+    "prefix_memory": (lambda config: config.prefix_cache, "the prefix cache: prefix_cache=True"),
+    "prefix_dir_size": (lambda config: config.prefix_dir is not None, "prefix_dir"),
 }
 """Conditions under which an option has an effect, and their descriptions for errors."""
 
@@ -419,7 +479,9 @@ def check_used(config: EngineConfig, given: Mapping[str, Any]) -> None:
     }
     for name in given.keys() & _NEEDS.keys():
         used, needed = _NEEDS[name]
-        nothing = {"num_speculative_tokens": 0, "speculation_width": 1, "draft_vocab_size": 0}.get(name, usual[name])
+        nothing = {"num_speculative_tokens": 0, "speculation_width": 1, "draft_vocab_size": 0, "prefix_memory": 0}.get(
+            name, usual[name]
+        )
         idle = given[name] in (usual[name], nothing)
         check(idle or used(config), name, given[name], f"left out here; it needs {needed}")
 

@@ -13,6 +13,7 @@ QuantizationName = Literal["int8", "int4", "fp8"]
 RoundsName = Literal["auto", "host", "device"]
 DrafterName = Literal["auto", "model", "feature", "mtp", "ngram", "hybrid"]  # ours; other packages may bring more
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtypeName = Literal["auto", "bf16", "int8", "fp8"]
 GenerationDefaults = Literal["auto", "off"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["info", "debug"]

@@ -20,6 +20,7 @@ SAME: Mapping[str, str] = {
     "enable_prefix_caching": "prefix_cache",
     "torch_dtype": "dtype",
     "device_map": "device",
+    **dict.fromkeys(("cache_type_k", "kv_cache_type"), "kv_cache_dtype"),
     **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "predict"), "max_tokens"),
     "min_new_tokens": "min_tokens",
     "temp": "temperature",
@@ -30,6 +31,14 @@ SAME: Mapping[str, str] = {
     "system_prompt": "system",
 }
 """Names of options that mean the same here, with the same values: ``LLM`` and all commands take them."""
+
+CACHE_DTYPES: Mapping[str, str] = {
+    "q8_0": "int8",
+    "f16": "bf16",
+    "bfloat16": "bf16",
+    "fp8_e4m3": "fp8",
+}
+"""Words of vLLM, llama.cpp and Ollama for the dtype of keys and values, and those here: as many bits."""
 
 _NO_BEAMS = "there is no beam search here; n or best_of with rank_by='logprob' gives the most likely of many samples"
 _NO_FEEDBACK = "eta_cutoff or top_n_sigma; mirostat's cut would depend on how surprising the tokens drawn before were"
@@ -78,7 +87,7 @@ ENGINE: Mapping[str, str] = {
     "tokenizer_revision": "the tokenizer's name: 'ORG/NAME@REVISION'",
     "trust_remote_code": "nothing here: code that comes with a model is never run",
     "pipeline_parallel_size": "tensor_parallel: layers are not divided among devices here",
-    "kv_cache_dtype": "nothing here: keys and values are kept in dtype",
+    "cache_type_v": "kv_cache_dtype alone, which is of keys and values",
     "swap_space": "nothing here: rows wait where memory ends",
     "disable_log_stats": "nothing to set here: an LLM logs no figures",
     "num_beams": _NO_BEAMS,

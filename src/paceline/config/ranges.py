@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -119,17 +120,18 @@ class Number:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these words."""
+    """One of these words. others: words of other engines, and those that they stand for."""
 
     words: tuple[str, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def allowed(self) -> str:
         return "one of " + ", ".join(map(repr, self.words))
 
     def take(self, name: str, value: Any) -> Any:
-        check(isinstance(value, str) and value in self.words, name, value, self.allowed)
-        return value
+        check(isinstance(value, str) and value in (*self.words, *self.others), name, value, self.allowed)
+        return self.others.get(value, value)
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,18 @@ class Text:
 
 
 _TEXT = Text()
+
+
+@dataclass(frozen=True)
+class NumaNodes:
+    """Numbers of NUMA nodes, "0,1"; or "auto", or "off"."""
+
+    allowed: str = "'auto', 'off', or numbers of nodes, such as '0,1'"
+
+    def take(self, name: str, value: Any) -> Any:
+        numbers = is_text(value) and re.fullmatch(r"\d{1,4}(,\d{1,4})*", value, re.ASCII) is not None
+        check(numbers or value in ("auto", "off"), name, value, self.allowed)
+        return value
 
 
 _LONGEST_FILE_NAME, _LONGEST_PATH = 255, 4096  # bytes, on every usual file system

@@ -206,7 +206,7 @@ class ServerConfig:
             more="The first model stays loaded. Ollama's keep_alive in a request replaces it for that model.",
         ),
     ] = 300.0
-    playground: Annotated[bool, Help("Serve a page at / to try the model.")] = True
+    playground: Annotated[bool, Help("Serve pages to try the model: a chat at /chat, an inspector at /.")] = True
     batch_dir: Annotated[
         str | None,
         FileName("the name of a directory"),

@@ -166,6 +166,8 @@ class Batch:
     per-slot state of drafters and length policies. The live rows are those that decode; row i is the sequence in slot
     ``slots[i]``. The other slots are in prefill or free.
 
+    max_rows: most rows that decode at once, at most R; the other slots keep prefixes.
+
     Tables, by slot (R slots):
 
     text: [R, P + slack] int64. Entries at or beyond a length are undefined.
@@ -200,8 +202,10 @@ class Batch:
         vocab_size: int,
         device: torch.device | str = "cpu",
         ops: HostOps | None = None,
+        max_rows: int | None = None,
     ) -> None:
         self.ops = ops
+        self.max_rows = capacity if max_rows is None else max_rows
         # A round writes its whole block before the length says how many of its tokens count.
         slack = MAX_SPECULATION_LENGTH + 1
         self.text = torch.zeros((capacity, positions + slack), dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import stored, stored_width
 from paceline.core.row_tables import RowTables
 from paceline.errors import ParameterError
 
@@ -41,12 +42,14 @@ class KVHeads(NamedTuple):
 class KVCache(RowTables):
     """Keys and values of every layer that has some.
 
-    Layers of one shape lie together in a table [layer, row, head, position, dim] of keys and one of values.
+    Layers of one shape lie together in a table [layer, row, head, position, dim] of keys and one of values. With a
+    dtype of 8 bits, ``dim`` is the stored width of a vector with its scale (``core.eight_bits``).
     layers: the heads of each layer.
-    shapes: of the tables, in the order in which layers first have them. places: each layer's table, and place in it.
+    shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
+    places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
     keys, values: the tables of the first layer's shape.
-    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] in the host's memory; 0: none.
+    adapter_of: number of each row's adapter (``models.load.adapters``), int32 [rows] on the device; 0: none.
 
     The position dimension is larger than ``positions``: one trash slot, and on a CPU padding to whole pages. Raises
     ParameterError if a size is below 1.
@@ -64,32 +67,37 @@ class KVCache(RowTables):
         for name, value in (("layers", len(layers)), ("rows", rows), ("heads", least), ("positions", positions)):
             if value < 1:
                 raise ParameterError(name, value, "at least 1")
-        sizes = Counter(layers)
-        self.shapes = tuple(sizes)
+        self.layer_counts = Counter(layers)
+        self.shapes = tuple(self.layer_counts)
         self.places = table_places(layers)
-        tables = [(sizes[shape], shape.heads, width) for shape in self.shapes for width in shape.stored]
+        tables = [
+            (count, shape.heads, stored_width(width, dtype))
+            for shape, count in self.layer_counts.items()
+            for width in shape.stored
+        ]
         super().__init__(tables, rows, positions, dtype, torch.device(device))
         self.of_shapes = self._keys_and_values()
         self.keys, self.values = self.of_shapes[0]
-        self.adapter_of = torch.zeros(rows, dtype=torch.int32)
+        self.adapter_of = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def _keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
-        tables = iter(self.tables)
-        return [
-            (keys := next(tables), keys[..., -shape.value_width :] if shape.values_in_keys else next(tables))
-            for shape in self.shapes
-        ]
+        tables, found = iter(self.tables), []
+        for shape in self.shapes:
+            keys = next(tables)
+            width = stored_width(shape.value_width, keys.dtype)
+            found.append((keys, keys[..., -width:] if shape.values_in_keys else next(tables)))
+        return found
 
     @staticmethod
     def bytes_for(layers: Sequence[KVHeads], rows: int, positions: int, dtype: torch.dtype) -> int:
         """Bytes that such a cache takes on devices where all memory is allocated at once."""
-        width = sum(shape.heads * sum(shape.stored) for shape in layers)
+        width = sum(shape.heads * stored_width(each, dtype) for shape in layers for each in shape.stored)
         return width * rows * (positions + 1) * dtype.itemsize
 
     @classmethod
     def growing_bytes(cls, layers: Sequence[KVHeads], positions: int, dtype: torch.dtype) -> int:
         """Bytes that a row of ``positions`` tokens takes where rows grow."""
-        tables = [(1, shape.heads, width) for shape in layers for width in shape.stored]
+        tables = [(1, shape.heads, stored_width(width, dtype)) for shape in layers for width in shape.stored]
         return sum(cls.row_bytes(1, table, positions, dtype) for table in tables)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -115,8 +123,11 @@ class KVCache(RowTables):
     def write(self, layer: int, indices: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
         """Store k and v, [B, heads, L, dim] each, of one layer at ``indices`` (from ``write_index`` of its table)."""
         for table, new, index in zip(self.layer(layer), (k, v), indices, strict=False):  # v may be a part of k
-            dim = new.shape[-1]
-            table.view(-1, dim).index_copy_(0, index, new.reshape(-1, dim).to(table.dtype))
+            vectors = stored(new, table.dtype)
+            lines, vectors = (each.reshape(-1, each.shape[-1]) for each in (table, vectors))
+            if table.dtype.itemsize == 1:
+                lines, vectors = lines.view(torch.int8), vectors.view(torch.int8)  # torch copies no float8 by index
+            lines.index_copy_(0, index, vectors)
 
 
 def table_places(layers: Sequence[KVHeads]) -> tuple[tuple[int, int], ...]:

@@ -8,20 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVCacheBudget:
-    """Memory limit for the caches of at most ``rows`` rows of at most ``positions`` tokens.
+    """Memory limit for the caches of ``slots`` slots of at most ``positions`` tokens, of which ``rows`` decode at most.
 
-    limit: bytes. bytes_for: maps a row's length in tokens to its bytes in all caches together.
+    The other slots keep prefixes. limit: bytes. bytes_for: maps a slot's length in tokens to its bytes in all caches
+    together. state_bytes: recurrent states of each slot that keeps a prefix; those of rows have memory of their own.
     """
 
     limit: int
     rows: int
+    slots: int
     positions: int
     bytes_for: Callable[[int], int]
+    state_bytes: int = 0
 
     @property
     def is_short(self) -> bool:
-        """Whether the limit is too small for all rows to have their maximum length at once."""
-        return self.limit < self.rows * self.bytes_for(self.positions)
+        """Whether the limit is too small for all slots to have their maximum length at once."""
+        return self.limit < self.slots * self.prefix_bytes(self.positions)
+
+    def prefix_bytes(self, tokens: int) -> int:
+        """Bytes of a free slot that keeps a prefix of ``tokens`` tokens."""
+        return self.bytes_for(tokens) + self.state_bytes if tokens else 0
 
     def max_rows(self, positions: int, beside: int = 0) -> int:
         """Number of rows of ``positions`` tokens that fit, with ``beside`` bytes already taken."""
@@ -40,7 +47,7 @@ class KVCacheBudget:
 class CacheUsage:
     """Bytes of the caches that hold tokens.
 
-    row_bytes: rows in use. prefix_bytes: cached prefixes in free rows, kept for prompts that begin alike.
+    row_bytes: rows in use. prefix_bytes: cached prefixes in free slots, kept for prompts that begin alike.
     limit_bytes: limit for both.
     """
 
@@ -54,4 +61,4 @@ class CacheUsage:
         return self.row_bytes / max(1, self.limit_bytes)
 
 
-UNLIMITED = KVCacheBudget(1 << 62, 0, 0, lambda _positions: 0)
+UNLIMITED = KVCacheBudget(1 << 62, 0, 0, 0, lambda _positions: 0)

@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from paceline.core import cgroups
+from paceline.core.cpus import performance_cores
 from paceline.errors import ParameterError
 
 P = ParamSpec("P")
@@ -53,12 +54,12 @@ def total_memory(device: torch.device) -> int:
 
 
 def default_threads() -> int:
-    """Default number of CPU threads: torch's own choice, at most a container's CPU quota.
+    """Default number of CPU threads: one per core, at most torch's own choice and a container's CPU quota.
 
     With more threads than the quota allows, the kernel stops some of them and the others wait for these.
     """
     quota = cgroups.cpu_quota()
-    threads = torch.get_num_threads()
+    threads = min(torch.get_num_threads(), performance_cores())
     return threads if quota is None else min(threads, max(1, math.ceil(quota)))
 
 

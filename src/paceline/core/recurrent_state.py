@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.cache import KVCache, KVHeads
-from paceline.core.row_tables import zeros_by_page
+from paceline.core.row_tables import return_pages, zeros_by_page
 
 WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
 
@@ -69,8 +69,8 @@ class RecurrentStates:
     base, count: [R] int64, where the states are. On a device, ``reusable``, ``save`` and ``copy`` wait for it.
     kept: upper bound of ``count`` after padded passes.
 
-    Besides, states at some lengths of the slots' texts can be saved, one more than there are slots: they let another
-    text begin with a part of this one.
+    Besides, states at some lengths of the slots' texts can be saved, ``max_saved`` at most, one more than there are
+    slots unless that is changed: they let another text begin with a part of this one.
     """
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device | str = "cpu") -> None:
@@ -84,34 +84,49 @@ class RecurrentStates:
         self.inputs = zeros(WINDOW, shape.input_width)  # few rounds fill the window
         self.base, self.count = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.kept = 0
-        # (slot, tokens of its text) -> state and tail after them; the least recently used first
-        self._saved: OrderedDict[tuple[int, int], tuple[Tensor, Tensor]] = OrderedDict()
+        self.max_saved = slots + 1  # a single slot keeps where its prompt ended and where others parted
+        # slot -> tokens of its text -> state and tail after them; the least recently used slots and states first
+        self._saved: dict[int, OrderedDict[int, tuple[Tensor, Tensor]]] = {}
 
     def reusable(self, slot: int, tokens: int) -> int:
         """Return how many of the slot's first ``tokens`` tokens a text can go on from, at most ``tokens``."""
         base, count = int(self.base[slot]), int(self.count[slot])
         if tokens >= base:
             return min(tokens, base + count)
-        return max((at for owner, at in self._saved if owner == slot and at <= tokens), default=0)
+        return max((at for at in self._saved.get(slot, ()) if at <= tokens), default=0)
 
     def save(self, slot: int, *, apart: int = 0) -> None:
         """Save the slot's state, which has no inputs behind it, for texts that begin in the same way.
 
-        apart: tokens that must lie between saved states. The least recently used one gives way where there are many.
+        apart: tokens that must lie between saved states. Where there are too many, the slot with most of them gives up
+        the one that it used least recently, so that a long text does not cost others theirs.
         """
         tokens = int(self.base[slot])
         if tokens - self.reusable(slot, tokens - 1) < apart:
             return
-        self._saved[slot, tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
-        self._saved.move_to_end((slot, tokens))
-        while len(self._saved) > self.slots + 1:  # a single slot keeps where its prompt ended and where others parted
-            self._saved.popitem(last=False)
+        saved = self._saved.setdefault(slot, OrderedDict())
+        saved[tokens] = self.state[:, slot].clone(), self.tail[:, slot].clone()
+        self._use(slot, tokens)
+        while sum(map(len, self._saved.values())) > self.max_saved:
+            self._drop_one()
+
+    def _use(self, slot: int, tokens: int) -> None:
+        """Mark a saved state as used now, and its slot."""
+        self._saved[slot] = self._saved.pop(slot)
+        self._saved[slot].move_to_end(tokens)
+
+    def _drop_one(self) -> None:
+        """Drop a saved state: of the slots that have most, the one used least recently, and of its states as well."""
+        owner = max(self._saved, key=lambda slot: len(self._saved[slot]))
+        self._saved[owner].popitem(last=False)
+        if not self._saved[owner]:
+            del self._saved[owner]
 
     def cut(self, slot: int, tokens: int) -> None:
         """Begin a new text in a slot, of which its first ``tokens`` tokens are a part. They must be ``reusable``."""
-        for owner, at in list(self._saved):
-            if owner == slot and at > tokens:
-                del self._saved[owner, at]
+        saved = self._saved.pop(slot, OrderedDict())
+        if kept := OrderedDict((at, state) for at, state in saved.items() if at <= tokens):
+            self._saved[slot] = kept
         if tokens > 0:
             self.copy(slot, slot, tokens)
 
@@ -120,9 +135,8 @@ class RecurrentStates:
         assert self.reusable(source, tokens) == tokens
         base = int(self.base[source])
         if tokens < base:
-            saved = self._saved[source, tokens]
-            self._saved.move_to_end((source, tokens))
-            self.state[:, target], self.tail[:, target] = saved
+            self._use(source, tokens)
+            self.state[:, target], self.tail[:, target] = self._saved[source][tokens]
             self.base[target], self.count[target] = tokens, 0
             return
         applied = tokens - base
@@ -137,6 +151,68 @@ class RecurrentStates:
         for table in (self.state, self.tail, self.inputs):
             table[:, slot] = 0
         self.base[slot] = self.count[slot] = 0
+
+    @property
+    def largest_bytes(self) -> int:
+        """Most bytes that a slot may hold."""
+        return (self.slots + 1) * self.shape.state_bytes + self.shape.slot_bytes()
+
+    def row(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Return a copy of what a slot holds of a text of ``length`` tokens.
+
+        positions: int64, ``base`` and ``count`` of the slot, then the tokens after which states are saved. state, tail,
+        inputs: the slot's, without the dimension of slots. saved_state, saved_tail: one after the other.
+        """
+        base, saved = int(self.base[slot]), self._saved.get(slot, OrderedDict())
+        count = length - base  # without the inputs of rejected draft tokens
+        assert 0 <= count <= int(self.count[slot])
+        found = {
+            "positions": torch.tensor([base, count, *saved]),
+            "state": self.state[:, slot].clone(),
+            "tail": self.tail[:, slot].clone(),
+            "inputs": self.inputs[:, slot, :count].clone(),
+        }
+        if saved:
+            found |= {"saved_state": torch.stack([state for state, _ in saved.values()])}
+            found |= {"saved_tail": torch.stack([tail for _, tail in saved.values()])}
+        return found
+
+    def is_row(self, tensors: Mapping[str, Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for a slot with a text of ``length`` tokens."""
+        positions = tensors.get("positions")
+        if positions is None or positions.dtype != torch.int64 or positions.dim() != 1 or len(positions) < 2:
+            return False
+        base, count, *saved = positions.tolist()
+        if not (0 <= count <= WINDOW and base >= 0 and base + count == length and all(0 < at < length for at in saved)):
+            return False
+        state, tail, inputs = (tuple(table[:, 0].shape) for table in (self.state, self.tail, self.inputs))
+        wanted = {"state": state, "tail": tail, "inputs": (inputs[0], count, inputs[2])}
+        if saved:
+            wanted |= {"saved_state": (len(saved), *state), "saved_tail": (len(saved), *tail)}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+        return {name: found.get(name) for name in wanted} == wanted
+
+    def set_row(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Let a slot hold what ``row`` returned."""
+        base, count, *saved = tensors["positions"].tolist()
+        self._saved.pop(slot, None)
+        self.base[slot], self.count[slot] = base, count
+        self.state[:, slot], self.tail[:, slot] = tensors["state"], tensors["tail"]
+        self.inputs[:, slot, :count] = tensors["inputs"]
+        if saved:
+            states = zip(tensors["saved_state"].clone(), tensors["saved_tail"].clone(), strict=True)
+            self._saved[slot] = OrderedDict(zip(saved, states, strict=True))
+
+    def free(self, slot: int) -> None:
+        """Drop all that a slot holds, with its memory where slots grow."""
+        if slot in self._saved:
+            self.cut(slot, 0)
+        if int(self.base[slot]) == 0:
+            return
+        self.base[slot] = self.count[slot] = 0
+        for table in (self.state, self.tail, self.inputs):
+            for layer in table:
+                return_pages(layer[slot])
 
     def pretend(self, slots: Sequence[int], position: int) -> None:
         """Let slots continue at ``position`` from whatever state they hold, to measure times."""
@@ -228,3 +304,8 @@ class StatefulCache(KVCache):
     def erase_row(self, row: int) -> None:
         super().erase_row(row)
         self.states.erase(row)
+
+    def resize(self, row: int, positions: int) -> None:
+        super().resize(row, positions)
+        if positions == 0:
+            self.states.free(row)

@@ -7,15 +7,18 @@ that rows grow.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from paceline.core.pages import PAGE_POSITIONS, PagedVectors, blocks_for
 from paceline.errors import CapacityError
 
 GROWS = sys.platform == "linux"  # elsewhere a table's memory is allocated as a whole
@@ -33,6 +36,22 @@ def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -
     if not grows_on(torch.device(device)) or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
+
+
+def return_pages(part: Tensor) -> None:
+    """Free the whole pages of a contiguous part of a tensor of ``zeros_by_page``; they then read as zeros.
+
+    Does nothing where rows do not grow.
+    """
+    page, start = mmap.PAGESIZE, part.data_ptr()
+    first, stop = _up(start, page), (start + part.nbytes) // page * page
+    if grows_on(part.device) and first < stop:
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
@@ -59,7 +78,7 @@ class RowTables:
         device: torch.device,
     ) -> None:
         self.rows, self.positions, self.grows = rows, positions, grows_on(device)
-        whole = [(outer, rows, inner, self._width(dim, dtype), dim) for outer, inner, dim in shapes]
+        whole = [(outer, rows, inner, self._width(dim, dtype, device), dim) for outer, inner, dim in shapes]
         # Zeros, because uninitialized memory may hold NaN, and NaN x 0 is NaN even where attention is masked.
         self._pages = [_Pages(shape, dtype) for shape in whole] if self.grows else []
         on_device = [] if self.grows else [torch.zeros(shape, dtype=dtype, device=device) for shape in whole]
@@ -67,10 +86,24 @@ class RowTables:
         self.sizes = [self.positions] * self.rows
         self._ends = torch.full((self.rows,), self.positions, device=device)  # sizes as a tensor
         self._is_sized = False
+        self._page_tables: dict[int, Tensor] = {}  # the kernels have their addresses
 
-    def _width(self, dim: int, dtype: torch.dtype) -> int:
-        """Slots of a row's part of a table, the trash slot included."""
-        return _padded(self.positions + 1, dim * dtype.itemsize) if self.grows else self.positions + 1
+    def _width(self, dim: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Slots of a row's part of a table, the trash slot included. On a CPU they fill pages of the kernels."""
+        slots = self.positions + 1
+        if device.type != "cpu":
+            return slots
+        return _padded(slots, dim * dtype.itemsize) if self.grows else _up(slots, PAGE_POSITIONS)
+
+    def paged(self, table: int) -> PagedVectors:
+        """A table of a CPU as the kernels read it: each row has its own pages, side by side."""
+        tensor = self.tables[table]
+        outer_stride, row_stride, inner_stride, dim, _ = tensor.stride()
+        page_stride = PAGE_POSITIONS * dim
+        if table not in self._page_tables:
+            rows, blocks = (torch.arange(n, dtype=torch.int32) for n in (self.rows, blocks_for(self.positions)))
+            self._page_tables[table] = rows[:, None] * (row_stride // page_stride) + blocks
+        return PagedVectors(tensor, self._page_tables[table], outer_stride, page_stride, inner_stride)
 
     @staticmethod
     def row_bytes(tables: int, shape: tuple[int, int, int], positions: int, dtype: torch.dtype) -> int:
@@ -119,6 +152,20 @@ class RowTables:
         """Copy the first ``length`` slots of one row to another, to fill a free slot or to share a prefix."""
         for table in self.tables:
             table[:, destination, :, :length] = table[:, source, :, :length]
+
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Return a copy of the first ``length`` slots of a row in each table: [outer, inner, length, dim]."""
+        return [table[:, row, :, :length].clone(memory_format=torch.contiguous_format) for table in self.tables]
+
+    def is_row(self, tensors: Sequence[Tensor], length: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` slots of such tables."""
+        wanted = [(table.dtype, (table.shape[0], table.shape[2], length, table.shape[4])) for table in self.tables]
+        return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == wanted
+
+    def set_row(self, row: int, tensors: Sequence[Tensor], length: int) -> None:
+        """Write the first ``length`` slots of a row from what ``row`` returned, which may be longer."""
+        for table, tensor in zip(self.tables, tensors, strict=True):
+            table[:, row, :, :length] = tensor[:, :, :length]
 
     def erase_row(self, row: int) -> None:
         """Set a row to zeros, which keeps a failed text's NaN out of the next one."""
@@ -170,15 +217,14 @@ def _reserve(size: int) -> mmap.mmap:
 
 
 def _padded(slots: int, slot: int) -> int:
-    """Number of slots, at least ``slots``, of ``slot`` bytes each that fills an odd number of pages.
+    """Number of slots, at least ``slots``, of ``slot`` bytes each that fills whole pages of the system and the kernels.
 
-    Whole pages mean that no page belongs to two rows. With an odd number, equal slots of neighbouring rows do not map
-    to the same sets of the CPU cache.
+    Whole pages mean that no page belongs to two rows. With an odd number of steps, equal slots of neighbouring rows do
+    not map to the same sets of the CPU cache.
     """
-    page = mmap.PAGESIZE
-    step = page // math.gcd(page, slot)
+    step = math.lcm(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, slot), PAGE_POSITIONS)
     width = _up(slots, step)
-    return width if width * slot // page % 2 else width + step
+    return width if width // step % 2 else width + step
 
 
 def _up(size: int, step: int) -> int:

@@ -65,7 +65,7 @@ class StepFeatures:
     adjusts: penalties or a minimum length. cuts: min-p, top-k or top-p. truncates: cuts by the shape of the
     distribution. logprobs: number of most likely tokens whose
     log-probabilities are reported beside those of the drawn tokens; None for no log-probabilities. biases: logit
-    biases. masks: masks that the host makes for each round.
+    biases. masks: masks that the host makes for each round. adapters: whether a row has an adapter.
     """
 
     adjusts: bool = False
@@ -74,6 +74,7 @@ class StepFeatures:
     logprobs: int | None = None
     biases: bool = False
     masks: bool = False
+    adapters: bool = False
 
 
 NOTHING = StepFeatures()
@@ -305,6 +306,7 @@ class SamplingRows:
         self.all_greedy = all(p.greedy for p in live)
         self.any_cut = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in live)
         self.any_truncation = any(p.truncates for p in live)
+        self.any_adapter = any(p.adapter is not None for p in live)
         self.largest_top_k = max((p.top_k for p in live), default=0)
         self.any_top_p = any(p.top_p < 1 for p in live)
         self.any_penalty = any(
@@ -380,9 +382,9 @@ class SamplingRows:
         wanted = self.logprobs
         logprobs = None if wanted is None else next(size for size in LOGPROB_SIZES if size >= wanted)
         adjusts = self.any_penalty or self.any_minimum
-        return StepFeatures(
-            adjusts, self.any_cut, self.any_truncation, logprobs, biases=self.any_bias, masks=self.any_constraint
-        )
+        cuts = self.any_cut, self.any_truncation
+        others = {"biases": self.any_bias, "masks": self.any_constraint, "adapters": self.any_adapter}
+        return StepFeatures(adjusts, *cuts, logprobs, **others)
 
     @property
     def adjusts(self) -> bool:

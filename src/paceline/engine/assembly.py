@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
+import torch
+
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter, Equipment, NoDrafter, make_drafter
 from paceline.drafters.heads.assistant import Assistant, AssistantDecoder
@@ -14,6 +16,7 @@ from paceline.drafters.heads.block_native import NativeBlock, NativeBlockDecoder
 from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.request import check_tokens
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.errors import ParameterError
@@ -56,10 +59,11 @@ class Models:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes an engine's parts. max_model_len: tokens of its longest sequence."""
+    """Makes an engine's parts. slots: of all caches. max_model_len: tokens of its longest sequence."""
 
     models: Models
     config: EngineConfig
+    slots: int
     max_model_len: int
 
     def backend(self) -> AttentionBackend:
@@ -69,16 +73,16 @@ class Assembly:
         return make_backend(config.attention, target.device, deterministic=deterministic)
 
     def target(self) -> Decoder:
-        """Return the target's decoder, with a cache for all rows."""
-        return Decoder(self.models.target, *self._sizes)
+        """Return the target's decoder, with a cache of all slots."""
+        return Decoder(self.models.target, *self._sizes(self.models.target))
 
-    @property
-    def _sizes(self) -> tuple[AttentionBackend, int, int, int]:
-        return self.backend(), self.config.rows, self.max_model_len, self.models.target.vocab_size
+    def _sizes(self, model: AnyModel) -> tuple[AttentionBackend, int, int, int, torch.dtype]:
+        vocab_size, dtype = self.models.target.vocab_size, cache_dtype(model, self.config)
+        return self.backend(), self.slots, self.max_model_len, vocab_size, dtype
 
     def draft_decoder(self, model: AnyModel) -> DraftDecoder:
-        """Return a draft model's decoder, with a cache for all rows. Its logits have the target's vocabulary size."""
-        sizes = self._sizes
+        """Return a draft model's decoder, with a cache of all slots. Its logits have the target's vocabulary size."""
+        sizes = self._sizes(model)
         if isinstance(model, NativeBlock):
             return NativeBlockDecoder(model, *sizes)
         if isinstance(model, NativeHead):

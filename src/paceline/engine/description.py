@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import EngineConfig
+from paceline.core.cpus import Node, ranges
 from paceline.core.hardware import machine_name
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
-from paceline.engine.memory import GIB, FittedRows
+from paceline.engine.memory import GIB, FittedRows, row_bytes
 from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
+from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
 from paceline.models.base import AnyModel, FlatModel
@@ -26,7 +28,7 @@ class EngineDescription:
     """Describes what an engine runs.
 
     device_round: the round as a program of the device; None if all rounds run on the host.
-    threads: CPU threads of the kernels.
+    threads: CPU threads of the kernels. nodes: NUMA nodes between which they are divided.
     fitted: rows, tokens of the longest sequence, and memory of the KV caches.
     """
 
@@ -35,6 +37,7 @@ class EngineDescription:
     parts: Speculation
     device_round: DeviceRound | None
     threads: int
+    nodes: tuple[Node, ...]
     fitted: FittedRows
 
     def identity(self) -> Identity:
@@ -47,7 +50,7 @@ class EngineDescription:
             target=model_hash(target),
             drafter=_drafter_identity(self.config, draft) + self._describe_width() + self._describe_vocabulary(),
             precision=_precision(target) if draft is None else f"{_precision(target)}, draft {_precision(draft)}",
-            attention=self._attention_identity(target),
+            attention=self._attention_identity(target) + self._describe_caches(),
             acceptance=self.config.acceptance,
         )
 
@@ -56,8 +59,11 @@ class EngineDescription:
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self, rounds: RoundLoop) -> str:
-        """Return one line that says what runs, and why not something else. rounds: those that have run so far."""
+    def describe(self, rounds: RoundLoop, prefixes: str) -> str:
+        """Return one line that says what runs, and why not something else.
+
+        rounds: those that have run so far. prefixes: what became of cached ones.
+        """
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
         draft_model = self.models.draft if drafter.decoders else None
@@ -67,12 +73,13 @@ class EngineDescription:
             if config.synthetic_acceptance is not None:
                 speculation += " (a benchmark: draft tokens are accepted at random, so the text is meaningless)"
         return (
-            f"target {_describe_model(self.models.target)}{self._describe_kernels()}, {self.threads} threads; "
+            f"target {_describe_model(self.models.target)}{self._describe_kernels()}, "
+            f"{self.threads} threads{self._describe_nodes()}; "
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
-            f"attention {self._describe_attention()}; {self._describe_rounds(rounds)}"
+            f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
             f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
-            f"{', no prefix reuse (prefix_cache=False)' if not config.prefix_cache else ', prefixes reused'}"
+            f"{self._describe_prefixes(prefixes)}"
         )
 
     def _describe_kernels(self) -> str:
@@ -80,6 +87,15 @@ class EngineDescription:
         target = self.models.target
         obstacle = native.faster_obstacle(target.kernels) if isinstance(target, NativeModel) else ""
         return f" ({obstacle})" if obstacle else ""
+
+    def _describe_nodes(self) -> str:
+        """Name the NUMA nodes of the threads, and say whether the weights lie there; empty without nodes."""
+        target = self.models.target
+        if not self.nodes or not isinstance(target, NativeModel):
+            return ""
+        nodes = " and ".join(f"{node.number} (CPUs {ranges(node.cpus)})" for node in self.nodes)
+        placed = target.packed_decoder.nodes == self.nodes
+        return f" on NUMA nodes {nodes}, weights {'divided between them' if placed else 'where they were loaded'}"
 
     def _describe_width(self) -> str:
         """Name the width of trees; empty for chains."""
@@ -97,8 +113,33 @@ class EngineDescription:
         Say why there are fewer rows than by default, or shorter ones.
         """
         room, note = self.fitted.budget, self.fitted.note
-        capacity = f"they grow: {room.max_rows(room.positions)} of that length at once, " if room.is_short else ""
-        return f" ({capacity}{room.limit / GIB:.2f} GiB{f'; chosen to fit: {note}' if note else ''})"
+        fits = room.max_rows(room.positions)
+        capacity = f"they grow: {fits} of that length at once, " if fits < room.rows else ""
+        chosen = f"; chosen to fit: {note}" if note else ""
+        return f" ({capacity}{room.limit / GIB:.2f} GiB{chosen}{self._describe_eight_bits()})"
+
+    def _describe_eight_bits(self) -> str:
+        """Say how many rows caches of 8 bits would fit where memory is short; empty if no more or not possible."""
+        room, config = self.fitted.budget, replace(self.config, kv_cache_dtype="int8")
+        if room.max_rows(room.positions) >= room.rows and not self.fitted.note:
+            return ""
+        try:
+            row = row_bytes(self.models.target, self.models.draft, config, room.positions)
+        except ParameterError:
+            return ""
+        fits = room.limit // row
+        return f"; kv_cache_dtype='int8' would fit {fits}" if fits > room.max_rows(room.positions) else ""
+
+    def _describe_prefixes(self, prefixes: str) -> str:
+        """Say whether prefixes are reused, and how many slots beside the rows keep some.
+
+        prefixes: what became of them.
+        """
+        if not self.config.prefix_cache:
+            return ", no prefix reuse (prefix_cache=False)"
+        beside = self.fitted.budget.slots - self.fitted.rows
+        slots = f", up to {beside} kept beside the rows" if beside else ""
+        return f", prefixes reused{slots}{prefixes}"
 
     def _describe_attention(self) -> str:
         target = self.models.target
@@ -111,6 +152,11 @@ class EngineDescription:
         reason = why_not_native(target, self.config.attention)
         kind = " (deterministic)" if self.config.deterministic else ""
         return self.parts.target.backend.name + kind + (f" (not native: {reason})" if reason else "")
+
+    def _describe_caches(self) -> str:
+        """Name the dtype of keys and values; empty if it is the models' own."""
+        dtype = self.config.kv_cache_dtype
+        return "" if dtype == "auto" else f", keys and values in {dtype}"
 
     def _describe_rounds(self, rounds: RoundLoop) -> str:
         """Say where rounds run; empty for a CPU target without kernels, whose rounds always run on the host."""

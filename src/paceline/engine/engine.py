@@ -18,14 +18,17 @@ from torch import Tensor
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch, RowStart
+from paceline.core.cpus import Node
 from paceline.core.draft import Verdict
-from paceline.core.hardware import Stopwatch, ignore_torch_context, threads_per_rank, torch_threads
+from paceline.core.hardware import Stopwatch, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.chunks import PrefillChunker, PromptSlice
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
+from paceline.engine.prefix_files import PrefixFiles
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
 from paceline.engine.rounds.graph import GraphPlace
@@ -36,6 +39,7 @@ from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.threads import chosen_nodes, engine_threads
 from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
@@ -47,7 +51,7 @@ from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
 from paceline.models.base import FlatModel
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.files.fingerprint import is_from_files
+from paceline.models.files.fingerprint import is_from_files, model_hash
 
 __all__ = ["Engine", "Models", "Request"]
 
@@ -75,11 +79,12 @@ class Engine:
         self.config = config = replace(config, max_batch_size=self._fitted.rows)
         self.max_model_len, self.room = self._fitted.positions, self._fitted.budget
         self._on_kernels = isinstance(models.target, FlatModel)  # stored: the check of a protocol takes 20 us
-        self.threads = config.threads or threads_per_rank(config.tensor_parallel)
+        self.nodes = self._chosen_nodes()
+        self.threads = engine_threads(config, models.target, self.nodes)
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
-        self._assembly = Assembly(models, config, self.max_model_len)
+        self._assembly = Assembly(models, config, self.room.slots, self.max_model_len)
         target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
         self._intake = Intake(
@@ -94,7 +99,8 @@ class Engine:
         self._profile = self._load_profile()
         self.use_policy(self._policy())
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
-        self.slots = SlotAllocator(self.batch, self.parts, self.room)
+        self._files = self._open_files()
+        self.slots = SlotAllocator(self.batch, self.parts, self.room, self._files)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._graph = self._make_graph()
         graphs = [] if self._graph is None else [self._graph, self._graph.masked()]
@@ -103,10 +109,19 @@ class Engine:
         if models.target.device.type == "cuda" and config.longest_pause is not None:
             self.measure_prefill()
 
+    def _chosen_nodes(self) -> tuple[Node, ...]:
+        """Return the NUMA nodes of the CPU kernels. Raises ParameterError if they are named, but not used."""
+        numa = self.config.numa
+        if self._on_kernels:
+            return chosen_nodes(numa)
+        if numa in ("auto", "off"):
+            return ()
+        raise ParameterError("numa", numa, "'auto' or 'off': the target does not run on the CPU kernels")
+
     def _new_batch(self) -> Batch:
-        target = self.models.target
+        target, room = self.models.target, self.room
         ops = cpu_ops(target.device)
-        return Batch(self.config.rows, self.max_model_len, target.vocab_size, target.device, ops)
+        return Batch(room.slots, room.positions, target.vocab_size, target.device, ops, room.rows)
 
     def _make_graph(self) -> GraphPlace | None:
         """Return the place of device rounds; None if all rounds run on the host."""
@@ -211,6 +226,7 @@ class Engine:
             self.parts.drafter.width,
             config.draft_vocab_size,
             config.attention,
+            config.kv_cache_dtype,
             config.acceptance,
             self._device_round is None,
             *sizes,
@@ -229,6 +245,36 @@ class Engine:
             return None
         return KeptCosts(self.identity(), self.config.rows, self.max_model_len)
 
+    def _open_files(self) -> PrefixFiles | None:
+        """Return the directory of prefixes; None without one. Raises ParameterError where it cannot be used."""
+        config, room = self.config, self.room
+        if config.prefix_dir is None:
+            return None
+        draft = self.models.draft if config.asks_draft_model else None
+        models = [model for model in (self.models.target, draft) if model is not None]
+        if not config.prefix_cache or not all(decoder.grows for decoder in self.parts.decoders) or not self._on_kernels:
+            allowed = "left out here: it needs prefix_cache, and the CPU kernels on Linux"
+            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
+        if not all(is_from_files(model) for model in models):
+            allowed = "left out with models that were not loaded from files, by which its files are told apart"
+            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
+        identity = self.identity()
+        drafts = model_hash(draft) if draft is not None and self.parts.drafter.decoders else "no draft model"
+        kind = f"{identity.target} {drafts} {identity.precision} {identity.attention}"
+        largest = 2 * room.bytes_for(room.positions) + self.parts.target.largest_states
+        return PrefixFiles(Path(config.prefix_dir), config.prefix_dir_size, kind, largest)
+
+    @ignore_torch_context
+    @torch.inference_mode()
+    def close(self) -> None:
+        """End all requests, and write all prefixes to ``prefix_dir``. The engine cannot be used afterwards."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        if self._files is not None:
+            self.slots.write_all()
+            self._files.close()
+        self.clear()
+
     @property
     def _description(self) -> EngineDescription:
         return EngineDescription(
@@ -237,6 +283,7 @@ class Engine:
             parts=self.parts,
             device_round=self._device_round,
             threads=self.threads,
+            nodes=self.nodes,
             fitted=self._fitted,
         )
 
@@ -253,7 +300,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.rounds)
+        return self._description.describe(self.rounds, self.slots.describe())
 
     @ignore_torch_context
     @torch.inference_mode()
@@ -316,7 +363,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Admit requests, prefill one chunk, run one round. Return the requests that gained tokens or ended."""
         if self._skips_torch():
-            with kernel_threads(self.threads):
+            with kernel_threads(self.threads, self.nodes):
                 return self._step()
         with torch.inference_mode(), self._own_threads():
             return self._step()
@@ -335,7 +382,7 @@ class Engine:
         """Set the CPU threads. Beside the CPU kernels torch gets one: its idle threads would spin on the kernels'
         cores.
         """
-        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads):
+        with torch_threads(1 if self._on_kernels else self.threads), kernel_threads(self.threads, self.nodes):
             yield
 
     def _step(self) -> list[RequestOutput]:
@@ -402,7 +449,8 @@ class Engine:
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the target's logits [V] after these tokens, from one plain forward pass with a cache of its own."""
         model = self.models.target
-        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size)
+        kv_dtype = cache_dtype(model, self.config)
+        decoder = Decoder(model, self._assembly.backend(), 1, len(token_ids), model.vocab_size, kv_dtype)
         tokens = torch.tensor([list(token_ids)], device=model.device)
         with self._own_threads():
             hidden = decoder.forward(tokens, tokens.new_zeros(1), len(token_ids))

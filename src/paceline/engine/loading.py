@@ -96,10 +96,8 @@ def load_target(
 def _load_adapted(
     source: Source, config: EngineConfig, stages: LoadingStages, adapters: Mapping[str, Path]
 ) -> AnyModel:
-    """Load the target with adapters. Raises ParameterError for options that need other linear layers than torch's."""
-    device = resolve_device(config.device)
-    frees = {"tensor_parallel": 1, "deterministic": False} | ({} if device.type == "cpu" else {"quantization": None})
-    for name, free in frees.items():
+    """Load the target with adapters. Raises ParameterError for options that adapters do not go with."""
+    for name, free in {"tensor_parallel": 1, "deterministic": False}.items():
         if getattr(config, name) != free:
             raise ParameterError(name, getattr(config, name), f"{free!r} with adapters")
     model = _load(source, config, stages)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import torch
+
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
 from paceline.core.cache_budget import KVCacheBudget
@@ -15,9 +17,10 @@ from paceline.core.row_tables import grows_on
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.native import NativeHead
 from paceline.drafters.vocabulary_size import short_head_bytes
+from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
-from paceline.errors import CapacityError
-from paceline.models.base import AnyModel, kv_layers_of, state_shape_of
+from paceline.errors import CapacityError, ParameterError
+from paceline.models.base import AnyModel, FlatModel, kv_layers_of, state_shape_of
 from paceline.models.torch.transformer import Transformer
 
 GIB = 2**30
@@ -27,6 +30,10 @@ _ACTIVATIONS = 12  # tensors of the hidden state's width alive together while a 
 _LEFT_ALONE = 0.1  # fraction of free memory left to other programs, and on CUDA to graphs: up to 1.7 GiB of 100
 _LENGTH_STEP = 256  # tokens: lengths that are chosen because the default does not fit are multiples
 _SHORTEST = 512  # tokens: a shorter context is not chosen, but refused
+# Share of the free memory beyond what rows may take that prefixes fill by default. The rest is left to programs that
+# start later, to other models of a server, and to the system's copies of files.
+_PREFIX_SHARE = 0.25
+MAX_PREFIXES = 256  # slots beside the rows': each is looked at when a request begins
 
 
 @dataclass(frozen=True)
@@ -101,21 +108,26 @@ def state_bytes(target: AnyModel, config: EngineConfig, rows: int) -> int:
     return rows * shape.slot_bytes(window) + shape.state_bytes
 
 
+def _prefix_state_bytes(target: AnyModel, config: EngineConfig) -> int:
+    """Return the bytes of the recurrent states of a slot that keeps a prefix: its own, and one saved earlier."""
+    return state_bytes(target, config, 2) - state_bytes(target, config, 1)
+
+
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
     """Return the bytes of a row of ``positions`` tokens in all caches."""
     cached = [target] if draft is None or not config.asks_draft_model else [target, draft]
-    return sum(_cache_bytes(model, positions) for model in cached)
+    return sum(_cache_bytes(model, cache_dtype(model, config), positions) for model in cached)
 
 
-def _cache_bytes(model: AnyModel, positions: int) -> int:
+def _cache_bytes(model: AnyModel, dtype: torch.dtype, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
     layers, fused = kv_layers_of(model), 0
     if isinstance(model, HeadModel):
         fused, positions = model.fused_bytes(positions), positions + model.slots_behind
     if grows_on(model.device):
-        kept = KVCache.growing_bytes(layers, positions, model.dtype)
+        kept = KVCache.growing_bytes(layers, positions, dtype)
     else:
-        kept = KVCache.bytes_for(layers, 1, positions, model.dtype)
+        kept = KVCache.bytes_for(layers, 1, positions, dtype)
     return kept + fused
 
 
@@ -143,9 +155,12 @@ def fit_memory(
     If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
     fit at full length. What ``config`` leaves to its default becomes smaller until it fits: the number of rows first,
     then their length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError if sizes that
-    were asked for do not fit.
+    were asked for do not fit, ParameterError for ``prefix_memory`` where it would have no effect.
     """
     machine = _Memory.of(target, draft, config, free)
+    if config.prefix_memory and not machine.keeps_apart:
+        allowed = "0 or left out here: only on the CPU kernels of Linux do prefixes take memory of their own"
+        raise ParameterError("prefix_memory", config.prefix_memory, allowed)
     if (budget := machine.budget(config.rows, positions)) is not None:
         return FittedRows(config.rows, positions, budget)
     note = f"{config.rows} rows of {positions} tokens need {machine.shortage(config.rows, positions)}"
@@ -160,6 +175,13 @@ def fit_memory(
         if shorter >= _SHORTEST and (budget := machine.budget(rows, shorter)) is not None:
             return FittedRows(rows, shorter, budget, note)
     raise CapacityError(machine.refusal(config.rows, positions))
+
+
+def most_that_fit(target: AnyModel, config: EngineConfig, positions: int, free: int, limit: int) -> int:
+    """Return how many rows of ``positions`` tokens, at most ``limit``, fit at once into ``free`` bytes."""
+    machine = _Memory.of(target, None, config, free)
+    room = free - machine.kept_free
+    return _most(lambda rows: machine.plan(rows, positions).to_allocate <= room, limit)
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
@@ -202,17 +224,38 @@ class _Memory:
 
     def budget(self, rows: int, positions: int) -> KVCacheBudget | None:
         """Return the memory for the caches of these rows; None if they do not fit."""
-        plan = self.plan(rows, positions)
-        row = cache(partial(row_bytes, self.target, self.draft, self.config))
-        room = KVCacheBudget(plan.caches, rows, positions, row)
+        plan, asked = self.plan(rows, positions), self.config.prefix_memory or 0
+        room = self._room(plan, rows, positions)
         asked_for = None not in (self.config.max_batch_size, self.config.max_model_len)
-        if plan.to_allocate <= self.free - (0 if asked_for or self.rows_grow else self.kept_free):
-            return room
+        spare = self.free - plan.to_allocate - asked
+        if spare >= (0 if asked_for or self.rows_grow else self.kept_free):
+            beside = (
+                asked if self.config.prefix_memory is not None else int(_PREFIX_SHARE * max(0, spare - self.kept_free))
+            )
+            return replace(room, limit=room.limit + beside) if room.slots > rows else room
         if not self.rows_grow:
             return None
         short = replace(room, limit=self.free - plan.states - plan.workspace - self.kept_free)
-        fits = short.max_rows(positions) >= 1 and short.max_rows(min(LEAST_ROW, positions)) >= rows
+        fits = short.max_rows(positions, asked) >= 1 and short.max_rows(min(LEAST_ROW, positions), asked) >= rows
         return short if fits else None
+
+    def _room(self, plan: MemoryPlan, rows: int, positions: int) -> KVCacheBudget:
+        """Return the budget of these rows, with slots for prefixes where slots take only the memory that they use."""
+        bytes_for = cache(partial(row_bytes, self.target, self.draft, self.config))
+        if not self.keeps_apart:
+            return KVCacheBudget(plan.caches, rows, rows, positions, bytes_for)
+        states = _prefix_state_bytes(self.target, self.config)
+        return KVCacheBudget(plan.caches, rows, rows + MAX_PREFIXES, positions, bytes_for, states)
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether prefixes have slots beside the rows'.
+
+        Slots that do not grow take as much memory as rows. Models in torch are faster if their rows are neighbours.
+        """
+        config = self.config
+        wanted = config.prefix_cache and config.prefix_memory != 0
+        return wanted and self.rows_grow and isinstance(self.target, FlatModel)
 
     @property
     def rows_grow(self) -> bool:
@@ -230,8 +273,9 @@ class _Memory:
             row = partial(row_bytes, self.target, self.draft, self.config)
             source += f", of which {self.kept_free / GIB:.2f} are left to other programs" if self.kept_free else ""
             plan = replace(plan, caches=max(row(positions), rows * row(min(LEAST_ROW, positions))))
+        prefixes = f", prefixes {asked / GIB:.2f} GiB" if (asked := self.config.prefix_memory) else ""
         return (
-            f"{_wanted(rows, positions, rows_grow=self.rows_grow)} need {plan}, "
+            f"{_wanted(rows, positions, rows_grow=self.rows_grow)} need {plan}{prefixes}, "
             f"but {max(0, self.free) / GIB:.2f} GiB are {source}: "
             f"{self._hint(rows, positions)}; lower max_batch_size or max_model_len"
         )

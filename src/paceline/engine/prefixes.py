@@ -7,9 +7,11 @@ they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import ClassVar
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
@@ -17,7 +19,7 @@ WORTH_WAITING = 64  # tokens: a prompt waits for another that is about to read a
 # Tokens of a prefix for which it counts as used one request later. Not measured: an agent's transcript of 8,000 tokens
 # outlives 31 requests of others.
 TOKENS_PER_USE = 256
-_STEP = 64  # tokens per comparison of list slices
+_STEP = 64  # tokens that two texts are first compared by
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,36 +36,44 @@ class Scope:
     least: int = LEAST
     worth_waiting: int = WORTH_WAITING
 
-    def may_copy(self, other: Scope | None) -> bool:
+    def may_copy(self, other: Scope) -> bool:
         """Whether prompts of this scope may reuse prefixes of the other."""
-        return other is self or (other is not None and self.copies is not None and self.copies == other.kept)
+        return other is self or (self.copies is not None and self.copies == other.kept)
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """Return how many first tokens two texts have in common, at most ``limit``."""
-    limit = min(limit, len(one), len(other))
-    for start in range(0, limit, _STEP):
-        stop = min(start + _STEP, limit)
-        if one[start:stop] != other[start:stop]:
-            return next(at for at in range(start, stop) if one[at] != other[at])
-    return limit
+    """Return how many first tokens two texts have in common, at most ``limit``. Both must be of one type.
+
+    Slices double until one differs, which is then halved: texts are compared by few operations.
+    """
+    common, limit, step = 0, min(limit, len(one), len(other)), _STEP
+    while common < limit:
+        stop = min(common + step, limit)
+        if one[common:stop] == other[common:stop]:
+            common, step = stop, 2 * step
+        else:
+            limit, step = stop - 1, max(1, (stop - common) // 2)
+    return common
 
 
 @dataclass
 class CachedPrefix:
     """The tokens whose keys and values a free slot's target cache holds; a draft model's cache may hold fewer of them.
 
-    last_use: reading of the pool's clock when the slot was last useful; -1 for slots that never held a text.
+    bytes: memory of the slot. has_adapter: whether it was computed with one.
+    last_use: reading of the pool's clock when the slot was last useful.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    scope: Scope | None = None
+    tokens: array[int]
+    scope: Scope
+    bytes: int = 0
+    has_adapter: bool = False
     last_use: int = -1
 
     @property
     def is_kept(self) -> bool:
         """Whether later requests may reuse it."""
-        return self.scope is not None and self.scope.kept is not None
+        return self.scope.kept is not None
 
     @property
     def keep_until(self) -> int:
@@ -76,49 +86,73 @@ class CachedPrefix:
 
 
 class FreeSlotPool:
-    """The free slots, and the prefixes that they hold.
+    """The free slots: empty ones, and those that keep a prefix.
 
-    prefixes: the prefix of each free slot.
+    prefixes: by slot. bytes: memory of all of them. counts: what became of prefixes.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: Iterable[int], counts: PrefixCounts | None = None) -> None:
         self._clock = count()
-        self.prefixes = {slot: CachedPrefix() for slot in range(slots)}
+        self.empty, self.prefixes, self.bytes = set(slots), dict[int, CachedPrefix](), 0
+        self.counts = PrefixCounts() if counts is None else counts
+
+    def __len__(self) -> int:
+        return len(self.empty) + len(self.prefixes)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.empty
+        yield from self.prefixes
+
+    def describe(self) -> str:
+        """Say how many prefixes are kept, and what became of others."""
+        if not (self.prefixes or self.counts.dropped):
+            return ""
+        counts = self.counts
+        return (
+            f" ({len(self.prefixes)} kept in {self.bytes / 2**30:.2f} GiB, {counts.reused} prompts began with one, "
+            f"{counts.dropped} dropped)"
+        )
 
     def reusable_by(self, prompt: Sequence[int], scope: Scope) -> dict[int, int]:
-        """Return, for each free slot, how many of its first tokens the prompt can reuse."""
-        return {
-            slot: reusable_tokens(prefix.tokens, prompt, scope.least) if scope.may_copy(prefix.scope) else 0
+        """Return how many of its first tokens the prompt can reuse, for each slot that has some."""
+        text = array("i", prompt)
+        found = {
+            slot: reusable_tokens(prefix.tokens, text, scope.least)
             for slot, prefix in self.prefixes.items()
+            if scope.may_copy(prefix.scope)
         }
+        return {slot: tokens for slot, tokens in found.items() if tokens}
 
-    def choose(self, reusable: Mapping[int, int], in_use: int) -> int:
+    def choose(self, reusable: Mapping[int, int], in_use: int, *, is_full: bool) -> int:
         """Return the free slot to give to a prompt.
 
-        reusable: tokens of the prompt that each free slot holds.
-        in_use: most tokens of the prompt that a slot in use holds.
+        reusable: tokens of the prompt that free slots hold. in_use: most tokens of the prompt that a slot in use holds.
+        is_full: whether a prefix has to go if the prompt gets an empty slot.
 
-        The slot with the longest prefix is taken, unless more would be lost by overwriting it than by overwriting the
-        least recently used one. Then that one is taken, and the prefix is copied.
+        The slot with the longest prefix is taken, unless more would be lost by overwriting it than by dropping the
+        least recently used one. Then an empty slot is taken, or that one, and the prefix is copied.
         """
-        oldest, losses = self.by_use[0], {slot: self.prefixes[slot].loss(kept) for slot, kept in reusable.items()}
-        best = max(reusable, key=lambda slot: (reusable[slot], -losses[slot]))
-        if reusable[best] == 0 or reusable[best] < in_use:
-            return oldest
-        return best if losses[best] <= losses[oldest] else oldest
+        oldest = min(self.prefixes, key=self._order, default=-1)
+        other = min(self.empty, default=oldest)
+        losses = {slot: self.prefixes[slot].loss(tokens) for slot, tokens in reusable.items()}
+        best = max(reusable, key=lambda slot: (reusable[slot], -losses[slot]), default=other)
+        if best == other or reusable[best] < in_use:
+            return other
+        goes = is_full or not self.empty
+        lost = self.prefixes[oldest].loss(reusable.get(oldest, 0)) if goes else 0
+        return best if losses[best] <= max(lost, LEAST - 1) else other
 
     @property
     def by_use(self) -> list[int]:
-        """The free slots in the order of overwriting: private prefixes, then those used longest ago.
+        """The slots with prefixes in the order of dropping: private prefixes, then those used longest ago.
 
         Long prefixes count as used more recently, so that an agent's transcript outlives other clients' short prompts.
         """
+        return sorted(self.prefixes, key=self._order)
 
-        def order(slot: int) -> tuple[bool, int, int]:
-            prefix = self.prefixes[slot]
-            return prefix.is_kept, prefix.keep_until, slot
-
-        return sorted(self.prefixes, key=order)
+    def _order(self, slot: int) -> tuple[bool, int, int]:
+        prefix = self.prefixes[slot]
+        return prefix.is_kept, prefix.keep_until, slot
 
     def use(self, prefix: CachedPrefix) -> None:
         """Mark a prefix as used now."""
@@ -126,12 +160,45 @@ class FreeSlotPool:
 
     def put(self, slot: int, prefix: CachedPrefix) -> None:
         """Add a slot with the prefix that it holds."""
-        self.use(prefix)
-        self.prefixes[slot] = prefix
+        if prefix.tokens:
+            self.use(prefix)
+            self.prefixes[slot] = prefix
+            self.bytes += prefix.bytes
+        else:
+            self.empty.add(slot)
+
+    def drop(self, slot: int) -> None:
+        """Forget the prefix of a free slot, if it has one: it is empty."""
+        if (prefix := self.prefixes.pop(slot, None)) is not None:
+            self.bytes -= prefix.bytes
+        self.empty.add(slot)
+
+    def take(self, slot: int) -> None:
+        """Remove a slot, which is free no longer, and its prefix."""
+        self.drop(slot)
+        self.empty.discard(slot)
 
     def forget(self, slots: Iterable[int]) -> None:
         """Reset the pool to these slots, without prefixes."""
-        self.prefixes = {slot: CachedPrefix() for slot in slots}
+        self.empty, self.prefixes, self.bytes = set(slots), {}, 0
+
+
+@dataclass
+class PrefixCounts:
+    """What became of cached prefixes since the start.
+
+    reused: prompts that began with one. tokens: of these prompts, that were not read again. dropped: prefixes that
+    later requests might have reused, and that gave way in memory. written, read, refused: their files: those written,
+    those that prompts went on from, and those that were damaged.
+    """
+
+    EVENTS: ClassVar = ("reused", "dropped", "written", "read", "refused")
+    reused: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    written: int = 0
+    read: int = 0
+    refused: int = 0
 
 
 def may_share_prefix(text: Sequence[int], prompt: Sequence[int], least: int = LEAST) -> bool:
@@ -148,7 +215,7 @@ def reusable_tokens(text: Sequence[int], prompt: Sequence[int], least: int = LEA
 
 
 def best_source(
-    texts: Iterable[tuple[int, Sequence[int], Scope | None]],
+    texts: Iterable[tuple[int, Sequence[int], Scope]],
     prompt: Sequence[int],
     scope: Scope,
     cut: Callable[[int, int], int] = lambda _slot, tokens: tokens,

@@ -26,6 +26,8 @@ from paceline.engine.waiting import Waiting
 from paceline.errors import NotFiniteError
 from paceline.lengths.base import UnreadPrompt
 
+_FILE_SECONDS = 0.01  # of waiting for a file while nothing else can be done, until new requests are looked at
+
 
 @dataclass
 class Scheduler:
@@ -105,6 +107,7 @@ class Scheduler:
         self.slots.take(sequence)
         self.prefilling.append(sequence)
         self.slots.reuse_prefix(sequence)
+        self.slots.read_back(sequence)
         sequence.read_by_draft = not sequence.only_read and self._draft_models_read(sequence, rows_soon)
 
     def _draft_models_read(self, sequence: Sequence, rows_soon: int) -> bool:
@@ -124,13 +127,17 @@ class Scheduler:
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
-        return min(self.batch.capacity, len(self.slots.used) + begun_now + len(self.waiting))
+        return min(self.batch.max_rows, len(self.slots.used) + begun_now + len(self.waiting))
 
     def _prefill(self) -> dict[int, Tensor]:
         """Feed one chunk; none if the next round would then end after a deadline.
 
         Returns, by slot, the hidden states [width] at the last token of the prompts that were read to their end.
         """
+        if all(sequence.waits for sequence in self.prefilling):  # for files
+            if not self.running:
+                self.slots.wait_for_file(_FILE_SECONDS)
+            return {}
         left = self._seconds_left()
         if self.running and left < self.chunks.speed.per_pass:
             return {}

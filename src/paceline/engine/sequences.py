@@ -14,6 +14,7 @@ from paceline.core.batch import ParallelSample
 from paceline.core.draft import Undrawn, Verdict
 from paceline.core.outputs import CompletionOutput, FinishReason, TokenKind, TokenLogprob, is_outranked
 from paceline.engine.guard import FaultIsolatedConstraint
+from paceline.engine.prefix_files import FileInReading
 from paceline.engine.prefixes import Scope
 from paceline.engine.scoring import PromptReading
 from paceline.errors import NotFiniteError, RequestError
@@ -45,6 +46,7 @@ class Sequence:
     num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
     read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
     prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
+    prefix_file: a file that is being read, which has the first tokens of the prompt.
     reading: what is collected from the prompt's hidden states; None for most sequences.
     only_read: whether it ends with its prompt, all of whose tokens are then prefilled.
     state_stops: numbers of first tokens that other prompts have, too: prefill pauses there to save recurrent states.
@@ -70,6 +72,7 @@ class Sequence:
     read_by_draft: bool = True
     prefix_reader: Sequence | None = field(default=None, repr=False)
     prefix_stop: int = 0
+    prefix_file: FileInReading | None = field(default=None, repr=False)
     reading: PromptReading | None = None
     only_read: bool = False
     state_stops: set[int] = field(default_factory=set)
@@ -88,11 +91,13 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        return self.prefix_reader is not None
+        return self.prefix_reader is not None or self.prefix_file is not None
 
     @property
     def wait_is_over(self) -> bool:
         """Whether the prefix that it waits for has been read, or the sequence that was to read it has ended."""
+        if self.prefix_file is not None:
+            return self.prefix_file.tensors.done()
         reader = self.prefix_reader
         return reader is not None and (reader.output.finished or reader.prefilled >= self.prefix_stop)
 

@@ -175,8 +175,8 @@ class SharedEngine:
         self._sweep_if_free()
 
     def close(self) -> None:
-        """End all calls."""
-        self._turn(self.engine.clear)
+        """End all calls, and the engine."""
+        self._turn(self.engine.close)
 
     def _turn(self, work: Callable[[], None]) -> None:
         """Run ``work`` while no other caller holds the engine. Raises PacelineError within a turn of this thread."""

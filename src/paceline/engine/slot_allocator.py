@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
-from itertools import chain
+
+from torch import Tensor
 
 from paceline.core.batch import Batch, RowStart
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
+from paceline.engine.prefix_files import FileInReading, PrefixFiles
 from paceline.engine.prefixes import (
+    LEAST,
     WORTH_WAITING,
     CachedPrefix,
     FreeSlotPool,
@@ -26,7 +31,9 @@ from paceline.errors import NotFiniteError
 
 @dataclass
 class SlotAllocator:
-    """The sequences that have a slot, and the cached prefixes that the free slots hold.
+    """The sequences that have a slot, and the cached prefixes that the free slots keep.
+
+    At most ``batch.max_rows`` slots have a sequence; the others are free.
 
     A sequence keeps its slot from its first chunk to its end: the place of its keys and values in all caches, of its
     tokens and parameters in the batch, and of what drafter and policy know of it. It starts with the longest prefix of
@@ -34,8 +41,9 @@ class SlotAllocator:
 
     parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
     room: memory of the caches. If it is short, a sequence starts only if its largest size fits beside the largest
-        sizes of all others, so that each can finish. Free slots give way, the least recently used first.
+        sizes of all others, so that each can finish. Prefixes give way, the least recently used first.
     used: the sequences that have a slot, in the order in which they began.
+    files: where prefixes are kept that give way; None: nowhere.
     readings: by slot, what is collected from the hidden states of its text during prefill. Only the last finished
         text's is kept, because it may be far larger than the text.
     """
@@ -43,17 +51,18 @@ class SlotAllocator:
     batch: Batch
     parts: Speculation
     room: KVCacheBudget = UNLIMITED
+    files: PrefixFiles | None = None
     used: dict[int, Sequence] = field(default_factory=dict)
     readings: dict[int, PromptReading] = field(default_factory=dict)
     free: FreeSlotPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.free = FreeSlotPool(self.batch.capacity)
+        self.free = FreeSlotPool(range(self.batch.capacity), None if self.files is None else self.files.counts)
         self.size_free_slots()
 
     def num_free_for(self, sequence: Sequence) -> int:
-        """Number of samples like this one that there are free slots and memory for."""
-        free = len(self.free.prefixes)
+        """Number of samples like this one that there are rows and memory for."""
+        free = self.batch.max_rows - len(self.used)
         if free == 0 or not self.room.is_short:
             return free
         return min(free, self.room.max_rows(self._max_cache_tokens(sequence), self.reserved_bytes))
@@ -66,13 +75,13 @@ class SlotAllocator:
     @property
     def prefix_bytes(self) -> int:
         """Bytes that the prefixes in free slots hold."""
-        return sum(map(self._prefix_bytes, self.free.prefixes))
+        return self.free.bytes
 
     def take(self, sequence: Sequence) -> None:
         """Give a slot to a sequence, with the part of its prompt that the slot holds."""
         sequence.reserved_tokens = self._max_cache_tokens(sequence)
         slot, cached = self._choose(sequence)
-        self.free.prefixes[slot] = CachedPrefix()  # the slot is overwritten, even if the start fails
+        self._forget(slot, cached)  # the slot is overwritten, even if the start fails
         self._resize(slot, sequence.reserved_tokens)
         self._set_row(slot, sequence)
         sequence.output.metrics.first_scheduled = time.monotonic()
@@ -84,17 +93,68 @@ class SlotAllocator:
         self.readings.pop(slot, None)
         if sequence.reading is not None:
             self.readings[slot] = sequence.reading
-        del self.free.prefixes[slot]
+        self.free.take(slot)
         sequence.slot, self.used[slot] = slot, sequence
+        self._limit_states()
 
     def reuse_prefix(self, sequence: Sequence) -> None:
         """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
-        free = ((slot, prefix.tokens, prefix.scope) for slot, prefix in self.free.prefixes.items())
-        texts, cut = chain(free, self._texts_in_use(sequence)), self._cut_for(sequence)
-        source, tokens = best_source(texts, sequence.prompt, sequence.scope, cut)
+        cut = self._cut_for(sequence)
+        free = {
+            slot: cut(slot, tokens) for slot, tokens in self.free.reusable_by(sequence.prompt, sequence.scope).items()
+        }
+        used, most = best_source(self._texts_in_use(sequence), sequence.prompt, sequence.scope, cut)
+        source, tokens = max([(used, most), *free.items()], key=lambda each: each[1])
         if tokens > sequence.num_computed[0]:
             self._copy(source, sequence, tokens)
         self._wait_for_common_prefix(sequence)
+
+    def read_back(self, sequence: Sequence) -> None:
+        """Let a sequence wait for a file with more of its prompt than slots hold, if there is one."""
+        if self.files is None or sequence.reading is not None:
+            return
+        file, length = self.files.find(sequence.prompt, sequence.scope)
+        known = max(sequence.num_computed[0], sequence.prefix_stop)
+        if file is not None and length - known >= sequence.scope.worth_waiting:
+            sequence.prefix_reader, sequence.prefix_stop = None, 0
+            sequence.prefix_file = self.files.begin_read(file, length)
+
+    def _restore(self, sequence: Sequence, found: FileInReading) -> None:
+        """Fill a sequence's slot from a file, unless that was damaged."""
+        tensors, counts, decoders = found.tensors.result(), self.free.counts, self.parts.decoders
+        sequence.prefix_file = None
+        if tensors is None:
+            return
+        parts = [_part(tensors, index) for index in range(len(decoders))]
+        computed = [len(found.file.tokens), *map(_computed, parts[1:])]
+        if not all(
+            each.is_row(part, tokens, computed[0]) for each, part, tokens in zip(decoders, parts, computed, strict=True)
+        ):
+            assert self.files is not None
+            self.files.refuse(found.file, "its tensors have other shapes")
+            return
+        for decoder, part, tokens in zip(decoders, parts, computed, strict=True):
+            decoder.restore_row(sequence.slot, part, min(tokens, found.length), found.length)
+        sequence.output.metrics.cached_tokens += found.length - sequence.num_computed[0]
+        counts.read, counts.tokens = counts.read + 1, counts.tokens + found.length - sequence.num_computed[0]
+        sequence.num_computed = self._cached(sequence.slot, found.length)
+
+    def wait_for_file(self, seconds: float) -> None:
+        """Wait until a file is read that a sequence waits for, but no longer than ``seconds``."""
+        files = [each.prefix_file.tensors for each in self.used.values() if each.prefix_file is not None]
+        wait(files, seconds, FIRST_COMPLETED)
+
+    def write_all(self) -> None:
+        """Write all prefixes that later requests may reuse, the most recently used first."""
+        for age, slot in enumerate(reversed(self.free.by_use)):
+            prefix = self.free.prefixes[slot]
+            if self.files is not None and self._is_worth_a_file(prefix):
+                self.files.write(prefix.tokens, prefix.scope, self._tensors(slot, prefix), age)
+
+    def describe(self) -> str:
+        """Say what prefixes are kept, and what became of others; empty before there are any."""
+        files = "" if self.files is None else f", {self.files.describe()}"
+        return self.free.describe() + files
 
     def end_waits(self) -> None:
         """End the waits whose prefix has been read, or whose reader has left, until none is left to end.
@@ -103,6 +163,9 @@ class SlotAllocator:
         """
         while ready := [sequence for sequence in self.used.values() if sequence.wait_is_over]:
             for sequence in ready:
+                if (found := sequence.prefix_file) is not None:
+                    self._restore(sequence, found)
+                    continue
                 sequence.prefix_reader, sequence.prefix_stop = None, 0
                 self.reuse_prefix(sequence)
 
@@ -115,9 +178,10 @@ class SlotAllocator:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence; it keeps its prefix, unless that may have NaN."""
-        prefix, slot = CachedPrefix(self.text(sequence), sequence.scope), sequence.slot
+        prefix, slot = CachedPrefix(array("i", self.text(sequence)), sequence.scope), sequence.slot
+        prefix.has_adapter, sequence.prefix_file = sequence.params.adapter is not None, None
         if isinstance(sequence.output.error, NotFiniteError):
-            prefix = CachedPrefix()
+            prefix.tokens = array("i")
             for decoder in self.parts.decoders:
                 decoder.erase_row(slot)
         elif sequence.member is not None and sequence.output.token_ids:
@@ -127,8 +191,12 @@ class SlotAllocator:
         self.batch.free_slot(slot, len(prefix.tokens))
         self.parts.target.set_adapter(slot, None)
         self._resize(slot, len(prefix.tokens))
-        self.free.put(slot, prefix)
+        prefix.bytes = self.room.prefix_bytes(len(prefix.tokens))
         del self.used[slot]
+        self.free.put(slot, prefix)
+        while self._spare_bytes < 0:  # a prefix's recurrent states count, a row's do not
+            self._empty(self.free.by_use[0])
+        self._limit_states()
 
     def clear(self) -> None:
         """Free all slots, whatever state an interrupted round has left."""
@@ -144,19 +212,21 @@ class SlotAllocator:
 
     def size_free_slots(self) -> None:
         """Resize the free slots to the prefixes that they hold."""
-        for slot, prefix in self.free.prefixes.items():
-            self._resize(slot, len(prefix.tokens))
+        for slot in self.free:
+            prefix = self.free.prefixes.get(slot)
+            self._resize(slot, 0 if prefix is None else len(prefix.tokens))
 
     def _choose(self, sequence: Sequence) -> tuple[int, int]:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
         prompt, scope = sequence.prompt, sequence.scope
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
-        reusable = {slot: cut(slot, tokens) for slot, tokens in common.items()}
-        self._stop_where_others_part(sequence, max(common.values()), max(reusable.values()))
-        slot = self.free.choose(reusable, best_source(self._texts_in_use(sequence), prompt, scope, cut)[1])
-        if self.room.is_short:
-            slot = self._make_way(slot, reusable, sequence.reserved_tokens)
-        return slot, reusable[slot]
+        reusable = {slot: least for slot, tokens in common.items() if (least := cut(slot, tokens)) > 0}
+        self._stop_where_others_part(sequence, max(common.values(), default=0), max(reusable.values(), default=0))
+        in_use = best_source(self._texts_in_use(sequence), prompt, scope, cut)[1]
+        needed = self.room.bytes_for(sequence.reserved_tokens)
+        slot = self.free.choose(reusable, in_use, is_full=needed > self._spare_bytes)
+        slot = self._make_way(slot, reusable, needed)
+        return slot, reusable.get(slot, 0)
 
     def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
         """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
@@ -181,32 +251,66 @@ class SlotAllocator:
         """Return the cache positions that the sequence's row may need."""
         return self.batch.positions_for(len(sequence.prompt) + sequence.params.max_tokens)
 
-    def _make_way(self, slot: int, reusable: dict[int, int], tokens: int) -> int:
-        """Empty free slots until a sequence of ``tokens`` positions fits. Return the free slot to use.
+    @property
+    def _spare_bytes(self) -> int:
+        """Bytes that neither rows nor prefixes take."""
+        return self.room.limit - self.reserved_bytes - self.free.bytes
+
+    def _make_way(self, slot: int, reusable: Mapping[int, int], needed: int) -> int:
+        """Drop prefixes until a sequence of ``needed`` bytes fits. Return the free slot to use.
 
         The slot that holds most of the prompt goes last. If it cannot stay to be copied from, it is used itself.
         """
-        source = max(reusable, key=reusable.__getitem__)
-        victims = (other for other in self.free.by_use if other not in (slot, source))
-        new = self.room.bytes_for(tokens) - self._prefix_bytes(slot)
-        spare = self.room.limit - self.reserved_bytes - self.prefix_bytes - new
-        while spare < 0 and (victim := next(victims, None)) is not None:
-            spare += self._empty(victim)
-        if spare < 0 and source != slot:
-            slot, source = (source, slot) if reusable[source] > reusable[slot] else (slot, source)
+        source = max(reusable, key=reusable.__getitem__, default=slot)
+        short = needed - self._spare_bytes - self._bytes_of(slot)
+        for victim in self.free.by_use if short > 0 else ():
+            if short > 0 and victim not in (slot, source):
+                short -= self._bytes_of(victim)
+                self._empty(victim)
+        if short > 0 and source != slot:
+            slot, source = (source, slot) if reusable[source] > reusable.get(slot, 0) else (slot, source)
             self._empty(source)
         return slot
 
-    def _prefix_bytes(self, slot: int) -> int:
-        return self.room.bytes_for(len(self.free.prefixes[slot].tokens))
+    def _bytes_of(self, slot: int) -> int:
+        """Bytes of a free slot's prefix."""
+        prefix = self.free.prefixes.get(slot)
+        return 0 if prefix is None else prefix.bytes
 
-    def _empty(self, slot: int) -> int:
-        """Drop the prefix of a free slot. Return the bytes that this frees."""
-        freed = self._prefix_bytes(slot)
-        self.free.prefixes[slot] = CachedPrefix()
+    def _empty(self, slot: int) -> None:
+        """Drop the prefix of a free slot, and its memory."""
+        self._forget(slot, 0)
         self.batch.free_slot(slot, 0)
         self._resize(slot, 0)
-        return freed
+
+    def _forget(self, slot: int, reused: int) -> None:
+        """Forget the prefix of a free slot, of which a sequence in this slot reuses the first tokens."""
+        prefix, counts = self.free.prefixes.get(slot), self.free.counts
+        if reused:
+            counts.reused, counts.tokens = counts.reused + 1, counts.tokens + reused
+        if prefix is not None and prefix.loss(reused) >= LEAST:
+            counts.dropped += 1
+            if self.files is not None and self._is_worth_a_file(prefix):
+                self.files.begin_write(prefix.tokens, prefix.scope, lambda: self._tensors(slot, prefix))
+        self.free.drop(slot)
+
+    def _tensors(self, slot: int, prefix: CachedPrefix) -> dict[str, Tensor]:
+        """Return a copy of what all caches hold of a prefix."""
+        computed = self._cached(slot, len(prefix.tokens))
+        rows = [
+            decoder.row(slot, tokens, computed[0])
+            for decoder, tokens in zip(self.parts.decoders, computed, strict=True)
+        ]
+        return {f"{index}.{name}": tensor for index, row in enumerate(rows) for name, tensor in row.items()}
+
+    def _is_worth_a_file(self, prefix: CachedPrefix) -> bool:
+        """Whether a prefix is long enough. Adapters are not in the fingerprint of files."""
+        return prefix.is_kept and not prefix.has_adapter and len(prefix.tokens) >= WORTH_WAITING
+
+    def _limit_states(self) -> None:
+        """Let one recurrent state be saved for each row and each slot with a text, and one more."""
+        texts = len(self.used) + len(self.free.prefixes)
+        self.parts.target.limit_saved_states(max(self.batch.max_rows, texts) + 1)
 
     def _resize(self, slot: int, positions: int) -> None:
         """Resize a slot in all caches, if memory is short."""
@@ -240,14 +344,17 @@ class SlotAllocator:
 
     def _copy(self, source: int, sequence: Sequence, tokens: int) -> None:
         """Copy the first ``tokens`` of a slot to a prefilling sequence's, in all decoders' caches."""
-        sequence.output.metrics.cached_tokens += tokens - sequence.num_computed[0]
+        before = sequence.num_computed[0]
+        sequence.output.metrics.cached_tokens += tokens - before
         for index, cached in enumerate(self._cached(source, tokens)):
             if cached > sequence.num_computed[index]:
                 self.parts.decoders[index].copy_row(source, sequence.slot, cached)
                 sequence.num_computed[index] = cached
         self._copy_reading(source, sequence, tokens)
-        if source in self.free.prefixes:
-            self.free.use(self.free.prefixes[source])
+        if (prefix := self.free.prefixes.get(source)) is not None:
+            self.free.use(prefix)
+            self.free.counts.tokens += tokens - before
+            self.free.counts.reused += before == 0
 
     def _copy_reading(self, source: int, sequence: Sequence, tokens: int) -> None:
         if sequence.reading is not None:
@@ -275,18 +382,32 @@ class SlotAllocator:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, prefixes and reserved memory agree."""
-        assert sorted([*self.used, *self.free.prefixes]) == list(range(self.batch.capacity)), (
-            "used and free slots are not all slots"
-        )
+        free = self.free
+        assert sorted([*self.used, *free]) == list(range(self.batch.capacity)), "used and free slots are not all slots"
+        assert len(self.used) <= self.batch.max_rows, "more slots in use than rows"
+        sizes = {slot: len(prefix.tokens) for slot, prefix in free.prefixes.items()}
+        needed = {slot: self.room.prefix_bytes(size) for slot, size in sizes.items()}
+        assert {slot: prefix.bytes for slot, prefix in free.prefixes.items()} == needed, "bytes of prefixes are wrong"
+        assert sum(needed.values()) == free.bytes, "bytes of prefixes are not counted"
         lengths = self.batch.length.tolist()
-        for slot, prefix in self.free.prefixes.items():
-            assert not prefix.tokens or lengths[slot] > len(prefix.tokens), (
-                f"slot {slot}: a round would overwrite its prefix"
-            )
+        for slot, size in sizes.items():
+            assert lengths[slot] > size > 0, f"slot {slot}: a round would overwrite its prefix"
         if not self.room.is_short:
             return
-        sizes = {slot: sequence.reserved_tokens for slot, sequence in self.used.items()}
-        sizes |= {slot: len(prefix.tokens) for slot, prefix in self.free.prefixes.items()}
+        sizes |= {slot: sequence.reserved_tokens for slot, sequence in self.used.items()}
+        sizes |= dict.fromkeys(free.empty, 0)
         for decoder in self.parts.decoders:
             assert {slot: decoder.capacity_of(slot) for slot in sizes} == sizes, "slot sizes and reservations differ"
-        assert sum(map(self.room.bytes_for, sizes.values())) <= self.room.limit, "reservations exceed the memory limit"
+        assert self._spare_bytes >= 0, "reservations exceed the memory limit"
+
+
+def _part(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Return the tensors of one decoder from those of a file."""
+    front = f"{index}."
+    return {name.removeprefix(front): tensor for name, tensor in tensors.items() if name.startswith(front)}
+
+
+def _computed(part: Mapping[str, Tensor]) -> int:
+    """Return for how many tokens a decoder's part has keys, whatever else is wrong with it."""
+    table = part.get("table0")
+    return 0 if table is None or table.dim() != 4 else table.shape[2]

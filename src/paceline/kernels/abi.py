@@ -25,6 +25,7 @@ PANEL = 32
 INPUT_MULTIPLE = 64
 ROW_MULTIPLE = 16
 KEY_BLOCK = 256
+PAGE_POSITIONS = 64
 ACTIVATION_GROUP = 64
 ROUTER_PANEL = 16
 INT8_ZERO = 128
@@ -41,6 +42,14 @@ class Format(IntEnum):
     INT8 = 0
     BF16 = 1
     INT4 = 2
+
+
+class CacheElement(IntEnum):
+    """csrc: CacheElement."""
+
+    CACHE_FLOAT32 = 0
+    CACHE_BF16 = 1
+    CACHE_INT8 = 2
 
 
 class Epilogue(IntEnum):
@@ -193,8 +202,8 @@ class CLayer(Structure):
         ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
         ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
-        ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p), ("convs", POINTER(CBlockConv)),
-        ("changes", POINTER(CLowRank) * 4),
+        ("balance", c_void_p), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
+        ("convs", POINTER(CBlockConv)), ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -243,9 +252,9 @@ class CKVTable(Structure):
     """csrc: KVTable."""
 
     _fields_ = (
-        ("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("row_stride", c_int64),
-        ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64), ("heads", c_int64),
-        ("dim", c_int64),
+        ("keys", c_void_p), ("values", c_void_p), ("pages", c_void_p), ("layer_stride", c_int64),
+        ("page_stride", c_int64), ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64),
+        ("heads", c_int64), ("dim", c_int64),
     )
 
 
@@ -254,7 +263,7 @@ class CCache(Structure):
 
     _fields_ = (
         ("tables", POINTER(CKVTable)), ("table_count", c_int64), ("rows", c_int64), ("capacity", c_int64),
-        ("bf16", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
+        ("element", c_int32), ("state", c_void_p), ("tail", c_void_p), ("inputs", c_void_p), ("base", c_void_p),
         ("count", c_void_p), ("window", c_int64), ("adapter_of", c_void_p),
     )
 
@@ -273,11 +282,11 @@ class CAttention(Structure):
     _fields_ = (
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
         ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
-        ("values", c_void_p), ("row_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("bf16", c_bool), ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int),
-        ("capacity", c_int64), ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p),
-        ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p),
-        ("norm_after", c_bool), ("cap", c_float),
+        ("values", c_void_p), ("page_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
+        ("pages", c_void_p), ("blocks", c_size_t), ("element", c_int32), ("heads", c_int), ("kv_heads", c_int),
+        ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64), ("window", c_int64), ("scale", c_float),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t),
+        ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float), ("balance", c_void_p),
     )
 
 
@@ -400,9 +409,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_kernels": (c_void_p, (c_char_p,)),
     "pl_obstacle": (c_char_p, (c_char_p,)),
     "pl_multiplies_correctly": (c_int, (c_void_p,)),
-    "pl_pool_new": (c_void_p, (c_int,)),
+    "pl_pool_new": (c_void_p, (c_int, c_int, c_void_p, c_void_p, c_void_p)),
     "pl_pool_free": (None, (c_void_p,)),
     "pl_arena_new": (c_void_p, (c_size_t,)),
+    "pl_place": (c_int, (c_void_p, c_void_p, c_int, c_size_t)),
     "pl_arena_free": (None, (c_void_p, c_size_t)),
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
@@ -438,4 +448,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "9469da62fdda0f41"
+INTERFACE = "34dd4d18299612b9"

@@ -1,11 +1,17 @@
-"""The choice of a mixture's experts in torch; the kernels' is csrc/experts.cpp."""
+"""A mixture of experts in torch: the choice of a token's experts, and their products one expert after the other.
+
+It is the reference of the kernels: csrc/experts.cpp, and gpu/experts.py in Triton.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,81 @@ def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:
     best = totals.sort(stable=True, dim=-1, descending=True)[1][:, : routing.used_groups]
     kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
     return grouped.masked_fill(~kept[..., None], -torch.inf).view_as(values)
+
+
+class StackedWeights(Protocol):
+    """Weights [lines, K] in a format of their own."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def lines(self, lines: slice, /) -> StackedWeights:
+        """Return some of the lines."""
+        ...
+
+    def widened(self, dtype: torch.dtype, /) -> Tensor:
+        """Return the weights [lines, K]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """A matrix [N, K] of each of ``count`` experts, one below the other.
+
+    weight: [count N, K]. bias: [count N], or None. outputs: N.
+    """
+
+    weight: Tensor | StackedWeights
+    bias: Tensor | None
+    count: int
+    outputs: int
+
+    def product(self, x: Tensor, expert: int) -> Tensor:
+        """Return x [M, K] by the matrix of one expert [M, N]."""
+        own = slice(expert * self.outputs, (expert + 1) * self.outputs)
+        weight = self.weight[own] if isinstance(self.weight, Tensor) else self.weight.lines(own).widened(x.dtype)
+        return functional.linear(x, weight, None if self.bias is None else self.bias[own])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one layer. E experts, W width, I inner width of an expert.
+
+    first: matrices to 2 I, gates first, or to I of experts without gates. second: to W.
+    activation: a name in ``kernels.gpu.steps``.
+    correction: see ``route``. factors: of the experts' outputs, [E], or None.
+    scores_scale, output_scale: factors of the router's scores and of the outputs' weights.
+    """
+
+    routing: Routing
+    first: ExpertMatrices
+    second: ExpertMatrices
+    activation: str
+    gated: bool
+    correction: Tensor | None = None
+    factors: Tensor | None = None
+    scores_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def route(self, scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scores [N, E] -> weights, in ``dtype``, and numbers, int64, of each token's experts, [N, used] each."""
+        weights, chosen = route(scores.float() * self.scores_scale, self.routing, self.correction)
+        weights = weights if self.factors is None else weights * self.factors.float()[chosen]
+        return (weights * self.output_scale).to(dtype), chosen
+
+
+def run_experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, mixture: Mixture, activated: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the weighted sum [N, W] of the outputs of each token's experts. Synchronises with the device.
+
+    x: [N, W]. weights, chosen: [N, used] each. activated: what lies between an expert's matrices.
+    Experts run in ascending order, each with all of its tokens. So a token's outputs are added in one order, whatever
+    other tokens are there.
+    """
+    out = torch.zeros_like(x)
+    for expert in torch.unique(chosen).tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        part = mixture.second.product(activated(mixture.first.product(x[token], expert)), expert)
+        out.index_add_(0, token, part * weights[token, place, None])
+    return out

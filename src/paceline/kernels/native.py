@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.cpus import Node
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.kernels import build
+from paceline.kernels import abi, build, pack
 from paceline.kernels.abi import (
     INTERFACE,
     SIGNATURES,
@@ -225,37 +226,64 @@ def _describe_available() -> str:
 
 
 class Pool:
-    """A pool of threads, shared by target and draft model; one per number of threads in the process."""
+    """A pool of threads, shared by target and draft model.
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self.threads = threads
-        self.handle = library.pl_pool_new(threads)
+    nodes: NUMA nodes between which the threads are divided; empty: the system places them.
+    Raises ParameterError if the system refuses a thread.
+    """
+
+    def __init__(self, library: ctypes.CDLL, threads: int, nodes: Sequence[Node] = ()) -> None:
+        self.threads, self.nodes, self._library = threads, tuple(nodes), library
+        cpus = [cpu for node in nodes for cpu in node.cpus]
+        numbers, counts = [node.number for node in nodes], [len(node.cpus) for node in nodes]
+        lists = [(ctypes.c_int32 * len(values))(*values) for values in (numbers, counts, cpus)]
+        self.handle = library.pl_pool_new(threads, len(nodes), *map(ctypes.addressof, lists))
         if not self.handle:
             raise ParameterError("threads", threads, "fewer: the system refuses to start so many")
 
+    def end(self) -> None:
+        """End the threads; the pool must not be used any more."""
+        self._library.pl_pool_free(self.handle)
 
-_pools: dict[int, Pool] = {}
+    def place(self, packed: pack.Packed) -> None:
+        """Bind a layer's pages, which nobody has written yet, to the nodes whose threads read them.
+
+        Raises OSError if the system refuses.
+        """
+        panels = -(-packed.outputs // abi.PANEL)
+        size = packed.weights.nbytes // panels
+        if error := self._library.pl_place(self.handle, packed.weights.data_ptr(), panels, size):
+            raise OSError(error, os.strerror(error))
+
+
+_pools: dict[tuple[int, tuple[Node, ...]], Pool] = {}
 # A forked child has none of its parent's threads and must make its own. A model whose call ran during the fork stays
 # locked in the child.
 os.register_at_fork(after_in_child=_pools.clear)
 
 
-def pool(kernels: Kernels, threads: int) -> Pool:
-    """The process's pool with this number of threads. Raises ParameterError below 1, or if they cannot be started."""
+def pool(kernels: Kernels, threads: int, nodes: tuple[Node, ...] = ()) -> Pool:
+    """The process's pool with this number of threads on these NUMA nodes.
+
+    Raises ParameterError below 1, or if they cannot be started.
+    """
     if threads < 1:
         raise ParameterError("threads", threads, "at least 1")
-    if threads not in _pools:
-        _pools[threads] = Pool(kernels.library, threads)
-    return _pools[threads]
+    if (threads, nodes) not in _pools:
+        _pools[threads, nodes] = Pool(kernels.library, threads, nodes)
+    return _pools[threads, nodes]
 
 
-_wanted: ContextVar[int | None] = ContextVar("threads of the kernels", default=None)
+_wanted: ContextVar[tuple[int, tuple[Node, ...]] | None] = ContextVar("threads of the kernels", default=None)
 
 
 @contextmanager
-def kernel_threads(threads: int) -> Iterator[None]:
-    """Run the kernels with this number of threads inside the context, for this thread's calls only."""
-    before = _wanted.set(threads)
+def kernel_threads(threads: int, nodes: tuple[Node, ...] = ()) -> Iterator[None]:
+    """Run the kernels with this number of threads inside the context, for this thread's calls only.
+
+    nodes: NUMA nodes between which the threads are divided, and the weights that are packed or read in the context.
+    """
+    before = _wanted.set((threads, nodes))
     try:
         yield
     finally:
@@ -264,7 +292,13 @@ def kernel_threads(threads: int) -> Iterator[None]:
 
 def current_pool(kernels: Kernels, threads: int | None = None) -> Pool:
     """Return the pool of ``kernel_threads``, or one with ``threads`` threads (default: torch's number)."""
-    return pool(kernels, _wanted.get() or threads or torch.get_num_threads())
+    return pool(kernels, *(_wanted.get() or (threads or torch.get_num_threads(), ())))
+
+
+def node_pool(kernels: Kernels) -> Pool | None:
+    """Return the pool of ``kernel_threads`` if it is divided between NUMA nodes."""
+    wanted = _wanted.get()
+    return pool(kernels, *wanted) if wanted is not None and wanted[1] else None
 
 
 class Arena:

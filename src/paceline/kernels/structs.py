@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
 from paceline.core.cache import KVCache, KVHeads
+from paceline.core.pages import PagedVectors
 from paceline.core.recurrent_state import WINDOW, StatefulCache
 from paceline.kernels import abi
 from paceline.kernels.pack import Format, Packed
 
 FORMATS: dict[Format, abi.Format] = {"int8": abi.Format.INT8, "bf16": abi.Format.BF16, "int4": abi.Format.INT4}
+
+CACHE_ELEMENTS = {
+    torch.float32: abi.CacheElement.CACHE_FLOAT32,
+    torch.bfloat16: abi.CacheElement.CACHE_BF16,
+    torch.int8: abi.CacheElement.CACHE_INT8,
+}
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -33,14 +42,17 @@ def linear(packed: Packed) -> abi.CLinear:
 
 def cache(of: KVCache) -> abi.CCache:
     """A cache of keys and values, with its recurrent states if it has any."""
-    count = len(of.shapes)
-    tables = (abi.CKVTable * count)(*(_kv_table(*each) for each in zip(of.of_shapes, of.shapes, strict=True)))
+    number = count()
+    tables = [
+        _kv_table(shape, layers, *(of.paged(next(number)) for _ in shape.stored))
+        for shape, layers in of.layer_counts.items()
+    ]
     described = abi.CCache(
-        tables=tables,
-        table_count=count,
+        tables=(abi.CKVTable * len(tables))(*tables),
+        table_count=len(tables),
         rows=of.rows,
         capacity=of.positions,
-        bf16=of.keys.dtype == torch.bfloat16,
+        element=CACHE_ELEMENTS[of.keys.dtype],
         adapter_of=of.adapter_of.data_ptr(),
     )
     if isinstance(of, StatefulCache):
@@ -50,20 +62,19 @@ def cache(of: KVCache) -> abi.CCache:
     return described
 
 
-def _kv_table(tables: tuple[Tensor, Tensor], shape: KVHeads) -> abi.CKVTable:
-    keys, values = tables
-    layers, _, heads, _, dim = keys.shape
-    layer_stride, row_stride, head_stride, position_stride, _ = keys.stride()
+def _kv_table(shape: KVHeads, layers: int, keys: PagedVectors, values: PagedVectors | None = None) -> abi.CKVTable:
+    """Keys and values of layers of one shape. values: None if they are parts of the keys."""
     return abi.CKVTable(
-        keys=keys.data_ptr(),
-        values=None if shape.values_in_keys else values.data_ptr(),
-        layer_stride=layer_stride,
-        row_stride=row_stride,
-        head_stride=head_stride,
-        position_stride=position_stride,
+        keys=keys.memory.data_ptr(),
+        values=None if values is None else values.memory.data_ptr(),
+        pages=keys.pages.data_ptr(),
+        layer_stride=keys.layer_stride,
+        page_stride=keys.page_stride,
+        head_stride=keys.head_stride,
+        position_stride=keys.memory.shape[-1],
         layers=layers,
-        heads=heads,
-        dim=dim,
+        heads=shape.heads,
+        dim=shape.dim,
     )
 
 

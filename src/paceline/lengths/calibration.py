@@ -16,6 +16,7 @@ from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.cache_budget import UNLIMITED, KVCacheBudget
 from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
+from paceline.core.eight_bits import stored, vector_width
 from paceline.core.rows import StepFeatures
 from paceline.drafters.base import Drafter
 from paceline.kernels.cpu import cpu_ops
@@ -288,22 +289,28 @@ class Calibration:
         generator = torch.Generator(self.batch.device).manual_seed(0)  # leaves the caller's global generator alone
         for decoder in (self.target, *self.drafter.decoders):
             for table in decoder.cache.tables:
-                for layer in table:
-                    layer[:rows, :, :context].uniform_(-1, 1, generator=generator)
+                for row in (row for layer in table for row in layer[:rows]):
+                    numbers = row.new_empty(len(row), context, vector_width(table), dtype=torch.float32)
+                    row[:, :context] = stored(numbers.uniform_(-1, 1, generator=generator), table.dtype)
 
     def _rows(self, rows: int, context: int, params: SamplingParams = GREEDY_ROWS) -> None:
         """Start ``rows`` rows of ``context`` random tokens, of which all caches lack the last.
 
-        They have the target's adapters (if any) in turn, whose time is then in the table.
+        They have the target's adapters (if any) in turn, whose time is then in the table. Where the device drafts, the
+        texts' second halves repeat their first ones. N-gram drafts are then different tokens, as in real drafts: a
+        mixture of experts would route equal ones to the same experts.
         """
         names = () if self.target.adapters is None else self.target.adapters.names
         for row in range(rows if names else 0):
             self.target.set_adapter(row, names[row % len(names)])
         draws = torch.randint(self.batch.vocab_size, (rows, context), generator=torch.Generator().manual_seed(rows))
+        if self.runner is not None:
+            draws[:, context - context // 2 :] = draws[:, : context // 2]
         params = replace(params, max_tokens=self.batch.positions)
         self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):
-            self.batch.set_row(row, RowStart(tokens, params, seed=row))
+            adapter = names[row % len(names)] if names else None
+            self.batch.set_row(row, RowStart(tokens, replace(params, adapter=adapter), seed=row))
         self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
             decoder.pretend(rows, context - 1)

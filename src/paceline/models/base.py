@@ -48,8 +48,11 @@ class RowAdapters(Protocol):
         """Return the number of an adapter, from 1 on; 0 for None."""
         ...
 
-    def use(self, numbers: Sequence[int]) -> None:
-        """Set the adapters of the rows of the forward passes that this thread runs from now on."""
+    def use(self, numbers: Tensor | None) -> None:
+        """Set the adapters of the rows of the forward passes that this thread runs from now on.
+
+        numbers: int32 [B] on the model's device, 0 for none; None: no row has one.
+        """
         ...
 
 
@@ -62,7 +65,7 @@ class AnyModel(Protocol):
     kv_heads: int
     head_dim: int
     max_positions: int  # the longest sequence the model was made for
-    dtype: torch.dtype  # of its keys and values
+    dtype: torch.dtype  # of its keys and values, unless a cache of another dtype is asked for
     device: torch.device
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -206,8 +209,8 @@ def kv_layers_of(model: AnyModel) -> Sequence[KVHeads]:
     return model.kv_layers if isinstance(model, OwnKVLayers) else [one] * model.layers
 
 
-def cache_of(model: AnyModel, rows: int, positions: int) -> KVCache:
-    """Allocate the keys and values of a model, and its recurrent states."""
-    sizes = kv_layers_of(model), rows, positions, model.dtype, model.device
+def cache_of(model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None = None) -> KVCache:
+    """Allocate the keys and values of a model, and its recurrent states. dtype: of keys and values; None: its own."""
+    sizes = kv_layers_of(model), rows, positions, model.dtype if dtype is None else dtype, model.device
     shape = state_shape_of(model)
     return KVCache(*sizes) if shape is None else StatefulCache(shape, *sizes)

@@ -120,7 +120,7 @@ def make_app(
     _add_operations(app, served)
     add_batches(app, context, runner)
     add_playground(app, config.playground)
-    add_reference(app)
+    add_reference(app, config.playground)
     return app
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +22,7 @@ from paceline.core.cache_budget import CacheUsage
 from paceline.core.draft import Verdict
 from paceline.core.outputs import CompletionOutput, Latency, RequestOutput
 from paceline.engine.engine import Engine
+from paceline.engine.prefixes import FreeSlotPool, PrefixCounts
 from paceline.engine.utilisation import Arithmetic
 from paceline.server.errors import ApiError
 from paceline.server.logs import REFUSALS
@@ -106,6 +107,7 @@ class Meter:
         self._line_at = 0.0
         self._rounds = self._running = self._waiting = self._capacity = 0
         self._filled = CacheUsage(0, 0, 0)
+        self._prefix_counts = PrefixCounts()  # of the engine, as counted so far
         self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
@@ -138,6 +140,14 @@ class Meter:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that have begun to generate.")
         self._asked_of_cache = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._found_in_cache = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._prefix_events = counter(
+            "cached_prefix_events",
+            "Cached prefixes by event: reused, dropped; their files: written, read, refused.",
+            "event",
+        )
+        for event in PrefixCounts.EVENTS:  # 0 until it happens
+            self._prefix_events.labels(event)
+        self._prefix_tokens = counter("cached_prefix_tokens_reused", "Prompt tokens taken from cached prefixes.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._decoding = counter("decode_seconds", "Seconds spent in decoding rounds, without prefill.")
         self._answers = counter("request_success", "Sequences finished, by reason.", "finished_reason")
@@ -154,6 +164,7 @@ class Meter:
         self._bytes_gauge = gauge(
             "kv_cache_bytes", "KV cache memory in bytes: of running sequences, of cached prefixes.", "held_for"
         )
+        self._prefixes_gauge = gauge("cached_prefixes", "Cached prefixes of ended sequences.")
         self._limit_gauge = gauge("kv_cache_limit_bytes", "Limit for running sequences and cached prefixes.")
         self._batch_size = gauge("batch_size", "Rows decoded in the last round.")
         self._length = gauge("num_speculative_tokens", "Draft length of the last round; for trees their depth.")
@@ -207,7 +218,7 @@ class Meter:
         filled = scheduler.filled
         with self._lock:
             self._running, self._waiting = rows, len(scheduler.waiting)
-            self._capacity = engine.batch.capacity
+            self._capacity = engine.batch.max_rows
             self._filled = filled
         self._running_gauge.set(rows)
         self._waiting_gauge.set(len(scheduler.waiting))
@@ -215,15 +226,33 @@ class Meter:
         self._limit_gauge.set(filled.limit_bytes)
         for kind, size in (("rows", filled.row_bytes), ("prefixes", filled.prefix_bytes)):
             self._bytes_gauge.labels(kind).set(size)
+        self._update_prefixes(engine.slots.free)
+
+    def _update_prefixes(self, pool: FreeSlotPool) -> None:
+        self._prefixes_gauge.set(len(pool.prefixes))
+        if (now := pool.counts) == (before := self._prefix_counts):
+            return
+        for event in PrefixCounts.EVENTS:
+            self._prefix_events.labels(event).inc(getattr(now, event) - getattr(before, event))
+        self._prefix_tokens.inc(now.tokens - before.tokens)
+        self._prefix_counts = replace(now)
 
     def engine_ended(self) -> None:
         """Set what an engine that was unloaded leaves behind to zero. Counters go on with the model's next load."""
         with self._lock:
             self._running = self._waiting = self._capacity = 0
             self._filled = CacheUsage(0, 0, 0)
+        self._prefix_counts = PrefixCounts()
         for kind in ("rows", "prefixes"):
             self._bytes_gauge.labels(kind).set(0)
-        for gauge in (self._running_gauge, self._waiting_gauge, self._usage_gauge, self._limit_gauge, self._batch_size):
+        for gauge in (
+            self._running_gauge,
+            self._waiting_gauge,
+            self._usage_gauge,
+            self._limit_gauge,
+            self._batch_size,
+            self._prefixes_gauge,
+        ):
             gauge.set(0)
 
     def record_round(self, engine: Engine) -> None:

@@ -1,7 +1,8 @@
-"""The page at ``/``: a playground in plain HTML and JavaScript from ``static/``."""
+"""The playground, in plain HTML and JavaScript from ``static/``: the inspector at ``/`` and the chat at ``/chat``."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from os import PathLike, stat_result
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
-INDEX = STATIC / "index.html"
+PAGES = {"/": "index.html", "/chat": "chat.html"}
 MEDIA_TYPES = {  # the system's table differs between machines
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 HEADERS = {
     # Only files of this server, nothing inline: text that a model generated cannot run as a script.
@@ -43,16 +45,21 @@ class Assets(StaticFiles):
 
 
 def add_playground(app: FastAPI, enabled: bool) -> None:
-    """Serve the page at ``/`` and its files below ``/playground/``; 404 at both unless it is enabled."""
+    """Serve the pages, and their files below ``/playground/``; 404 at all of them unless it is enabled."""
     if not enabled:
         app.get("/", include_in_schema=False)(_no_page)  # else 405, because HEAD / exists
         return
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(INDEX, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
-
+    for path, name in PAGES.items():
+        app.get(path, include_in_schema=False)(_serve(STATIC / name))
     app.mount("/playground", Assets(directory=STATIC))
+
+
+def _serve(file: Path) -> Callable[[], Awaitable[Response]]:
+    async def page() -> Response:
+        return FileResponse(file, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
+
+    return page
 
 
 async def _no_page() -> Response:

@@ -15,17 +15,21 @@ _HEAD = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>paceline: API</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     '<link rel="icon" href="playground/icon.svg"><link rel="stylesheet" href="playground/style.css"></head>'
-    '<body><header class="top"><h1>paceline: API</h1><p><a href="openapi.json">openapi.json</a></p></header>'
-    '<main class="reference">'
+    '<body><header class="top"><h1>paceline: API</h1><p class="model"><a href="openapi.json">openapi.json</a></p>'
+)
+_PAGES = (
+    '<nav class="pages" aria-label="Pages"><a href="chat">Chat</a> <a href="./">Inspector</a> '
+    '<a href="docs" aria-current="page">API</a></nav>'
 )
 
 
-def add_reference(app: FastAPI) -> None:
-    """Serve the page."""
+def add_reference(app: FastAPI, playground: bool) -> None:
+    """Serve the page. playground: whether it links to the pages of the playground, which are then served, too."""
+    head = _HEAD + (_PAGES if playground else "") + '</header><main class="reference">'
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(_HEAD + "".join(_sections(app.openapi())) + "</main></body></html>", headers=HEADERS)
+        return HTMLResponse(head + "".join(_sections(app.openapi())) + "</main></body></html>", headers=HEADERS)
 
 
 def _sections(document: dict[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from paceline.server.http_heads import checked_head, header
 from paceline.server.metrics import Meter
 from paceline.server.quotas import SharedLimit, read_key
 
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping"})  # reachable without a key: for load balancers and browsers
+OPEN_PATHS = frozenset({"/", "/chat", "/docs", "/health", "/ping"})  # without a key: for load balancers and browsers
 UPLOADS = "/v1/files"  # input files of batches
 OPEN_TREE = "/playground/"  # the playground's scripts and styles
 

@@ -163,6 +163,7 @@ class EngineService:
             self._prepare()
             while not self._stopping:
                 self._turn()
+            self.engine.close()
         except BaseException as error:
             self.failure = error
             if not isinstance(error, PacelineError):

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from kernels import tools
 from kernels.tools import GARBAGE, terms_for
 from paceline.config import MAX_SPECULATION_LENGTH
+from paceline.core.eight_bits import LARGEST, stored
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.kernels.attention import BACKENDS, ragged
@@ -46,7 +47,9 @@ def compare(
     where: Tensor,
     longest: int,
     terms: AttentionTerms = PLAIN,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
+    """dtype: of the cache, which is given in float32."""
     reference = ReferenceAttention()
     where = where.to(DEVICE)
     q = q.to(DEVICE)
@@ -55,8 +58,9 @@ def compare(
     wide = [table.new_full((len(q) + 1, *table.shape[1:]), GARBAGE) for table in cache]
     for table, own in zip(wide, cache, strict=True):
         table[places.to(DEVICE)] = own
-    found = backend.attend(q, wide[0], wide[1], plan, terms)
-    expected = reference.attend(q, *cache, reference.plan(where, longest), terms)
+    found = backend.attend(q, stored(wide[0], dtype), stored(wide[1], dtype), plan, terms)
+    keys, values = (stored(table, dtype) for table in cache)
+    expected = reference.attend(q, keys, values, reference.plan(where, longest), terms)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -76,7 +80,8 @@ def test_the_kernel_equals_the_reference_on_ragged_rows(tiles: str, data: st.Dat
     cache = ragged_cache(lengths, groups, positions + 4, dim, seed, value_dim=value_dim)
     where = torch.tensor(lengths)[:, None] - new + torch.arange(new)
     q = torch.randn(rows, groups * shared, new, dim)
-    compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, max(lengths) + pick(st.integers(0, 3)), terms)
+    longest, dtype = max(lengths) + pick(st.integers(0, 3)), pick(st.sampled_from([torch.float32, *LARGEST]))
+    compare(RaggedAttention(tiles=TILES[tiles]), q, cache, where, longest, terms, dtype)
 
 
 @pytest.mark.parametrize("tiles", FEW_TILES)

@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
-does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel.
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
+--families and names of them, their kernels, whose lines a table then gets anew.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     shared = int(compiled.metadata.shared)
     assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
     registers, spilled, code = assembled(compiled.asm["ptx"])
+    assert "EXIT" in code, "the compiler has made nothing but a trap of it"
     assert (spoilt := overwritten_operands(code)) == [], f"written while a product may still read it: {spoilt}"
     return Used(registers, spilled, shared)
 
@@ -251,7 +253,7 @@ def shaping() -> dict[str, Used]:
 
 
 def linears() -> dict[str, Used]:
-    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel, most_registers, widen_kernel
+    from paceline.kernels.gpu.linear import CANDIDATES, NO_GROUPS, linear_kernel, most_registers, widen_kernel
 
     found = {}
     cases = [("*i16", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
@@ -266,7 +268,7 @@ def linears() -> dict[str, Used]:
                 constants = {
                     "SCALED": weight != element, "BIASED": False, "SPLIT": split,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-                    "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+                    "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10, **NO_GROUPS,
                 }  # fmt: skip
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
                 name = "pairs of int8" if weight == "*i16" else weight
@@ -277,6 +279,35 @@ def linears() -> dict[str, Used]:
             name = "pairs of int8" if weight == "*i16" else weight
             shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "BLOCK": 1024}
             found[f"widen {name} {element}"] = build(widen_kernel, shape, weight=weight, out=element)
+    return found
+
+
+def four_bits() -> dict[str, Used]:
+    """Products of 4-bit weights: kinds of weights (grid, group, lows), tiles, and rows of a tile."""
+    from paceline.kernels.gpu.four_bit_kernels import widen_four_bit_kernel
+    from paceline.kernels.gpu.linear import FOUR_BIT_CANDIDATES, linear_kernel, most_registers
+
+    kinds = [("int4", 32, True), ("int4", 128, False), ("fp4", 32, False)]
+    cases = [(kind, FOUR_BIT_CANDIDATES[0], "*bf16", rows) for kind in kinds for rows in (16, 64)]
+    cases += [(kinds[0], tile, "*bf16", 16) for tile in FOUR_BIT_CANDIDATES[1:]]
+    cases += [(kind, FOUR_BIT_CANDIDATES[0], "*fp16", 16) for kind in kinds]
+    found = {}
+    for (grid, group, shifted), candidate, element, block_m in [cases[0], cases[4]] if FEW else cases:
+        tile = candidate.of_runs(block_m, 2, LARGEST_SHARED[ARCH])
+        kind = {"GRID": grid, "GROUP": group, "SHIFTED": shifted}
+        constants = kind | {
+            "SCALED": False, "BIASED": False, "SPLIT": block_m == 16, "WIDENING": element[1:], "MAJOR": ARCH // 10,
+            "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+        }  # fmt: skip
+        types = {"x": element, "out": element, "bias": element, "weight": "*i16", "lows": "*fp16"}
+        types["scales"] = "*u8" if grid == "fp4" else "*fp16"
+        options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+        name = f"{grid} by {group}{' with lows' * shifted}"
+        key = f"linear {name} {element} {candidate.outputs}x{candidate.stages} rows={block_m}"
+        found[key] = build(linear_kernel, constants, **options, **types)
+        if block_m == 16:
+            types = {name: types[name] for name in ("scales", "lows", "out")} | {"words": "*i16"}
+            found[f"widen {name} {element}"] = build(widen_four_bit_kernel, kind | {"BLOCK": 32}, **types)
     return found
 
 
@@ -305,7 +336,7 @@ def between() -> dict[str, Used]:
                 shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
                 key = f"add_norm {element} W={width} centred={centred}"
                 found[key] = build(add_norm_kernel, shape, warps=warps_for(width), **types)
-        for activation in ACTIVATIONS:
+        for activation in (*ACTIVATIONS, "clamped_silu"):
             shape = {"ACTIVATION": activation, "BLOCK": 1024}
             found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)
     return found
@@ -331,10 +362,94 @@ def recurrent() -> dict[str, Used]:
             found[f"keep {element} heads={keys}/{values}"] = build(keep_kernel, sizes, **types)
             line = {"VALUE_HEADS": values, "VALUE_DIM": 128, "CHANNELS": channels, "BLOCK_V": 128}
             found[f"finish delta {element} heads={keys}/{values}"] = build(finish_kernel, line, warps=1, **types)
+    from paceline.kernels.gpu.mamba2 import mamba2_kernel, short_conv_kernel
+
+    types = dict.fromkeys(("conv", "conv_bias", "skip"), "*bf16") | {"own": "*fp32", "mixed": "*fp32"}
+    types |= dict.fromkeys(("rate", "state", "tail", "inputs"), "*fp32")
+    for tree in (False, True):
+        heads = {"HEADS": 128, "HEAD_DIM": 64, "GROUPS": 1, "STATE_DIM": 128, "TAPS": 4, "KEPT": 32}
+        blocks = {"BLOCK_S": 128, "BLOCK_P": VALUES, "BIASED": True, "TREE": tree}
+        found[f"mamba2 heads=128x64 tree={tree}"] = build(mamba2_kernel, heads | blocks, fusion=False, **types)
+        sizes = {"CHANNELS": 2048, "TAPS": 3, "KEPT": 32, "BLOCK": COLUMNS, "TREE": tree}
+        found[f"short conv C=2048 tree={tree}"] = build(short_conv_kernel, sizes, fusion=False, **types)
     return found
 
 
-FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent]
+ROUTINGS = {  # experts, used, sigmoid, corrected, groups, used groups
+    "qwen3": (128, 8, False, False, 1, 1),
+    "gpt-oss": (32, 4, False, False, 1, 1),
+    "deepseek-v3": (256, 8, True, True, 8, 4),
+}
+
+
+def experts() -> dict[str, Used]:
+    from paceline.kernels.gpu import experts as mixture
+    from paceline.kernels.gpu.linear import CANDIDATES, most_registers
+
+    found = {}
+    types = {"scores": "*bf16", "correction": "*fp32", "factors": "*bf16", "weights": "*bf16", "chosen": "*i32"}
+    types |= dict.fromkeys(("scores_scale", "output_scale", "margin"), "fp32") | {"order": "*i32", "tiles": "*i32"}
+    for name, (count, used, sigmoid, corrected, groups, used_groups) in ROUTINGS.items():
+        shape = {
+            "EXPERTS": count, "EXPERTS_UP": count, "USED": used, "USED_UP": used, "SIGMOID": sigmoid,
+            "NORMALISED": True, "CORRECTED": corrected, "FACTORS": False, "MARGIN": False, "GROUPS": groups,
+            "USED_GROUPS": used_groups, "GROUP_BEST": 2, "GROUPS_UP": groups,
+        }  # fmt: skip
+        found[f"route {name}"] = build(mixture.route_kernel, shape, warps=1, **types)
+        for block in (32, 1024)[FEW:]:
+            ordering = {"EXPERTS_UP": 2 * count, "BLOCK_M": 16, "BLOCK": block}
+            found[f"order {name} pairs={block}"] = build(mixture.order_kernel, ordering, **types)
+        found[f"sum {name}"] = build(
+            mixture.sum_kernel, {"USED": used, "BLOCK": 1024}, parts="*bf16", weights="*bf16", out="*bf16"
+        )
+    cases = [("*bf16", "*bf16"), ("*i16", "*bf16"), ("*fp8e4nv", "*bf16")][: 1 if FEW else None]
+    for weight, element in cases:
+        if weight == "*fp8e4nv" and ARCH < 89:
+            continue
+        for block_m in mixture.PAIR_TILES[: 1 if FEW else None]:
+            tile = CANDIDATES[0].fitted(block_m, 1 + (weight == element), 2, LARGEST_SHARED[ARCH])
+            constants = {
+                "SHARED": 8, "SCALED": weight != element, "BIASED": False, "BLOCK_M": block_m,
+                "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+            }  # fmt: skip
+            options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+            name = "pairs of int8" if weight == "*i16" else weight
+            found[f"grouped {name} {element} pairs={block_m}"] = build(
+                mixture.grouped_kernel, constants, **options, **types, x=element, out=element, bias=element,
+                weight=weight,
+            )  # fmt: skip
+    return found
+
+
+def low_rank() -> dict[str, Used]:
+    from paceline.kernels.gpu.low_rank import TOKEN_TILES, expand_kernel, shrink_kernel
+
+    found = {}
+    for element in list(POINTERS.values())[: 1 if FEW else None]:
+        types = dict.fromkeys(("x", "down", "out", "inner", "up", "y"), element)
+        types |= {"ranks": "*i32", "adapters": "*i32", "length": "i32"}
+        for tile in TOKEN_TILES:
+            shrink, expand = ({"MOST": 48, "BLOCK_M": tile, **block} for block in ({"BLOCK_K": 128}, {"BLOCK_N": 64}))
+            found[f"shrink {element} tokens={tile}"] = build(shrink_kernel, shrink, stages=3, **types)
+            found[f"expand {element} tokens={tile}"] = build(expand_kernel, expand, stages=3, **types)
+    return found
+
+
+FAMILIES = [
+    attention,
+    drawing,
+    searching,
+    accepting,
+    shaping,
+    linears,
+    rotary,
+    between,
+    recurrent,
+    four_bits,
+    experts,
+    low_rank,
+]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each
@@ -351,14 +466,16 @@ A dash: the architecture has no instructions for the format (fp8 on sm_80).
 """
 
 
-def every_kernel() -> dict[str, Used]:
-    return {name: used for family in FAMILIES for name, used in family().items()}
+def every_kernel(families: Sequence[str]) -> dict[str, Used]:
+    chosen = [family for family in FAMILIES if not families or family.__name__ in families]
+    return {name: used for family in chosen for name, used in family().items()}
 
 
-def table(by_arch: dict[int, dict[str, Used]]) -> str:
-    """A Markdown table, one line per kernel, with the versions of the compiler."""
+def table(by_arch: dict[int, dict[str, Used]], others: Sequence[str] = ()) -> str:
+    """A Markdown table, one line per kernel, with the versions of the compiler. others: lines that stay as they are."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
+    lines += [line for line in others if line.split("`")[1] not in names]
     for name in names:
         cells = [shown(found.get(name)) for found in by_arch.values()]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
@@ -377,14 +494,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size.add_argument("--all", action="store_true")
     parser.add_argument("--arch", default="90")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--families", default="", help="these functions' kernels; the table's other lines stay")
     asked = parser.parse_args(arguments)
     FEW, by_arch = asked.few, {}
+    families = [name for name in asked.families.split(",") if name]
     for ARCH in (int(arch) for arch in asked.arch.split(",")):
-        by_arch[ARCH] = every_kernel()
+        by_arch[ARCH] = every_kernel(families)
         for name, used in by_arch[ARCH].items():
             print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
     if asked.table:
-        asked.table.write_text(table(by_arch))
+        before = asked.table.read_text().splitlines() if families else []
+        asked.table.write_text(table(by_arch, [line for line in before if line.startswith("| `")]))
 
 
 if __name__ == "__main__":

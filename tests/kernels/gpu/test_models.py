@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
-from paceline.errors import ParameterError
 from paceline.models.load import kept_tiles
 from recurrent_support import save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 
@@ -51,8 +50,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "granite hybrid": tiny_granite_hybrid,
 }
 
-ON_THE_HOST = ["qwen3_moe", "olmoe", "granitemoe", "lfm2", "granite hybrid"]  # their rounds
-
 
 @pytest.fixture(autouse=True)
 def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,16 +82,8 @@ def equal_on_device(path: Path, draft: Path | None = None, **options: Any) -> No
 def test_families_give_the_cpus_answers(name: str, tmp_path: Path) -> None:
     path = saved(tmp_path, MODELS[name]())
     expected = answers(llm(path, "cpu", drafter=None))
-    ways = {way: WAYS[way] for way in WAYS if way != "n-gram on the device" or name not in ON_THE_HOST}
-    found = {way: answers(llm(path, DEVICE, **options)) for way, options in ways.items()}
-    assert {way: each == expected for way, each in found.items()} == dict.fromkeys(ways, True)
-
-
-@pytest.mark.parametrize("name", ON_THE_HOST)
-def test_families_without_device_rounds_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    path = saved(tmp_path, MODELS[name]())
-    with pytest.raises(ParameterError, match="rounds='device' is not allowed"):
-        llm(path, DEVICE, **WAYS["n-gram on the device"])
+    found = {way: answers(llm(path, DEVICE, **options)) for way, options in WAYS.items()}
+    assert {way: each == expected for way, each in found.items()} == dict.fromkeys(WAYS, True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma3"])
@@ -114,7 +103,7 @@ def test_a_hybrids_own_head_gives_the_cpus_answers(rounds: Any, length: Any, tmp
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3.5", "qwen3_moe", "deepseek_v3"])
 def test_8_bit_weights_give_the_same_with_draft_tokens_as_without(name: str, to: Any, tmp_path: Path) -> None:
     path = saved(tmp_path, MODELS[name]())
     found = [answers(llm(path, DEVICE, quantization=to, **WAYS[way])) for way in WAYS]

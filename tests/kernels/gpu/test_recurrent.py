@@ -14,12 +14,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.test_device_round import NoHostReads
+from kernels.gpu.test_elementwise import counted
 from paceline.core.nodes import Tree
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, RowsPass
 from paceline.core.slots import Slots
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.delta import DeltaHeads, DeltaNet
+from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
 from paceline.kernels.short_conv import ShortConv
@@ -65,7 +68,7 @@ MIXERS: dict[str, Callable[[], RecurrentMixer]] = {
     "mamba-2": mamba2,
     "short convolution": lambda: ShortConv(normal(24, 3)),
 }
-WAYS = {f"triton, {name}": (TritonSteps(), name) for name in MIXERS if "delta" in name}
+WAYS = {f"triton, {name}": (TritonSteps(), name) for name in MIXERS}
 WAYS |= {f"torch, {name}": (TorchSteps(), name) for name in MIXERS}
 
 
@@ -224,6 +227,25 @@ def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(
         passes.walk.length[slot] = 3
     passes.run([0, 1], [[-1], []], text=False, tree=False)
     passes.run([1], [[-1, 0]], text=False, tree=False)
+
+
+@pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
+@pytest.mark.parametrize(("name", "most"), [("delta grouped", 4), ("mamba-2", 18), ("short convolution", 8)])
+def test_launches_do_not_depend_on_the_tokens_and_none_is_waited_for(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixer, found = MIXERS[name](), []
+    for nodes in (1, 7):
+        states = RecurrentStates(mixer.shape(1), 2, DEVICE)
+        part = RowsPass(states, *(torch.tensor(each) for each in ([0, 1], [4, 4], [nodes, nodes])), nodes, False)
+        part.applied, part.certain  # noqa: B018 - common to all layers
+        projected = normal(2 * nodes, width_of(mixer))
+        gates = None if mixer.gates is None else normal(2 * nodes, mixer.shape(1).gates)
+        with NoHostReads(), counted(monkeypatch) as launches:
+            TritonSteps().recurrent(mixer, part, 0, projected, gates)
+        found.append(launches)
+    assert found[0] == found[1]
+    assert found[0].total() <= most, found[0]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the tiny model is on the CPU; test_device.py compares whole models")

@@ -20,7 +20,6 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.row_tables import RowTables
 from paceline.drafters.heads.decoder import FusedStates, HeadDecoder, HeadModel
 from paceline.kernels import structs
 from paceline.kernels.attention.base import AttentionBackend
@@ -103,12 +102,8 @@ class Assistant(HeadModel):
 class _TargetStates(FusedStates):
     """The target's last hidden states at every position of every slot, as they are."""
 
-    @property
-    def table(self) -> RowTables:
-        return self._table
-
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, self._table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
+        self.fused[rows, self.table.within(rows, slots)] = features[:, 0].to(self.fused.dtype)
 
 
 class AssistantDecoder(HeadDecoder):
@@ -118,14 +113,20 @@ class AssistantDecoder(HeadDecoder):
     fused_states: _TargetStates
 
     def __init__(
-        self, model: Assistant, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: Assistant,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.fused_states = _TargetStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self._target: Decoder
         self._states: Tensor  # [B, n, width]: own states at the text's last token and at the draft tokens
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
         """The stored states, whose rows are resized, copied and cut like those of keys and values."""
         return cast(KVCache, self.fused_states.table)
 

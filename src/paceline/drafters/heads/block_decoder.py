@@ -11,6 +11,7 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
+from paceline.core.eight_bits import stored
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.drafters.heads.block import BlockHead, BlockTail, scaled
@@ -112,6 +113,8 @@ class BlockPasses(Passes):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         raise AssertionError("a block drafter reads blocks")
 
@@ -141,9 +144,9 @@ class BlockDecoder(HeadDecoder):
     unread = 0
     model: BlockModel
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
+    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
         assert isinstance(model, BlockModel)
-        return super()._new_cache(model, rows, positions + model.slots_behind)
+        return super()._new_cache(model, rows, positions + model.slots_behind, dtype)
 
     def _new_passes(self) -> Passes:
         return BlockPasses(self)
@@ -211,17 +214,23 @@ class TorchBlockDecoder(BlockDecoder):
     fused_states: TorchFusedStates
 
     def __init__(
-        self, model: TorchBlock, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: TorchBlock,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.fused_states = TorchFusedStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:
         places = self.cache.within(rows, positions)
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):
-                table[rows, :, places] = new.to(table.dtype)
+                table[rows, :, places] = stored(new, table.dtype)
 
         self.model.head.inject(self.fused_states.fused[rows, positions][None], positions[None], store)
 

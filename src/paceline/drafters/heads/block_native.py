@@ -97,10 +97,16 @@ class NativeBlockDecoder(BlockDecoder):
     fused_states: NativeFusedStates
 
     def __init__(
-        self, model: NativeBlock, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: NativeBlock,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.fused_states = NativeFusedStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self._described = structs.cache(self.cache)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:

@@ -6,7 +6,7 @@ row, so a head's cache can fall behind the text, be cut and be copied like a dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -145,29 +145,30 @@ class FusedStates:
 
     fused: [R, P + 1 or a few more, fused width], for R rows of P positions. Writes beyond a row's end go to the extra
         ones.
+    table: holds them.
     """
 
     def __init__(self, model: HeadModel, rows: int, positions: int) -> None:
         self.taps = model.taps
-        self._table = RowTables([(1, 1, model.fused_width)], rows, positions, model.dtype, model.device)
-        self.fused = self._table.tables[0][0, :, 0]
+        self.table = RowTables([(1, 1, model.fused_width)], rows, positions, model.dtype, model.device)
+        self.fused = self.table.tables[0][0, :, 0]
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
         """Fuse and store N tokens. rows, slots: [N], row and position. features: [N, taps, target width]."""
         raise NotImplementedError
 
     def keep_paths(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:
-        self._table.keep(rows, text, paths)
+        self.table.keep(rows, text, paths)
 
     def copy_row(self, source: int, destination: int, length: int) -> None:
-        self._table.copy_row(source, destination, length)
+        self.table.copy_row(source, destination, length)
 
     def resize_row(self, row: int, positions: int) -> None:
-        self._table.resize(row, positions)
+        self.table.resize(row, positions)
 
     def at(self, rows: Slots, places: Tensor) -> Tensor:
         """Fused hidden states [B, L, fused width] at ``places`` [B, L] of the rows."""
-        return self.fused[rows.index[:, None], places.clamp(max=self._table.positions)]
+        return self.fused[rows.index[:, None], places.clamp(max=self.table.positions)]
 
 
 class TorchFusedStates(FusedStates):
@@ -178,7 +179,7 @@ class TorchFusedStates(FusedStates):
         self._head = model.head
 
     def read(self, rows: Tensor, slots: Tensor, features: Tensor) -> None:
-        self.fused[rows, self._table.within(rows, slots)] = self._head.fuse(features)
+        self.fused[rows, self.table.within(rows, slots)] = self._head.fuse(features)
 
     def at(self, rows: Slots, places: Tensor) -> Tensor:
         """See ``FusedStates.at``; followed by those of the place before, for a head that looks back."""
@@ -197,9 +198,15 @@ class HeadDecoder(DraftDecoder):
     fed_tokens = 8  # accepted draft tokens were read without hidden states, and are read again
 
     def __init__(
-        self, model: HeadModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: HeadModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self.num_computed_tokens.fill_(self.unread)
 
     def read_from(self, target: Decoder) -> None:
@@ -230,6 +237,19 @@ class HeadDecoder(DraftDecoder):
         super().resize_row(row, positions)
         self.fused_states.resize_row(row, positions)
 
+    def row(self, slot: int, length: int, text: int) -> dict[str, Tensor]:
+        (fused,) = self.fused_states.table.row(slot, text)
+        return {**super().row(slot, length, text), "fused": fused}
+
+    def is_row(self, tensors: Mapping[str, Tensor], length: int, text: int) -> bool:
+        has_fused = "fused" in tensors and self.fused_states.table.is_row([tensors["fused"]], text)
+        return has_fused and super().is_row(tensors, length, text)
+
+    def restore_row(self, slot: int, tensors: Mapping[str, Tensor], length: int, text: int) -> None:
+        super().restore_row(slot, tensors, length, text)
+        self.fused_states.table.set_row(slot, [tensors["fused"]], text)
+        self.num_computed_tokens[slot].clamp_(min=self.unread)
+
     def cut_row(self, row: int, length: int) -> None:
         super().cut_row(row, max(self.unread, length))
 
@@ -257,6 +277,7 @@ class HeadPasses(PaddedPasses):
         counts: Tensor | None = None,
         tree: Tree | None = None,
         *,
+        adapted: bool = True,
         text: bool = False,
     ) -> Tensor:
         """Read tokens of the text, [B, L], from position ``start``, [B], on. Returns normed states [B, L, width]."""
@@ -303,10 +324,16 @@ class TorchHeadDecoder(HeadDecoder):
     passes: HeadPasses
 
     def __init__(
-        self, model: TorchHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: TorchHead,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.fused_states = model.head, TorchFusedStates(model, rows, positions)
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
 
     def _new_passes(self) -> Passes:
         return HeadPasses(self.model, self)

@@ -223,9 +223,15 @@ class NativeHeadDecoder(HeadDecoder):
     native: NativeDrafting
 
     def __init__(
-        self, model: NativeHead, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: NativeHead,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self.fused_states = NativeFusedStates(model, rows, positions)
         kept = self.fused_states.described, self.fused_states
         self.native = NativeDrafting(self, model.decoder, first=1, kept=kept)

@@ -68,8 +68,6 @@ def why_no_graph(parts: Speculation) -> str | None:
         return "the draft vocabulary is chosen on the host"
     if obstacles := [obstacle for model in models if (obstacle := getattr(model, "device_obstacle", None))]:
         return str(obstacles[0])
-    if parts.target.adapters is not None:
-        return "adapters differ from row to row"
     if any(decoder.backend.name == "split" for decoder in parts.decoders):
         return "attention 'split' needs the lengths on the host"
     return None

@@ -68,7 +68,7 @@ class NativeRound:
 
     def __init__(self, target: Decoder, model: NativeModel, batch: Batch, threads: int | None) -> None:
         self._target, self._model, self._batch, self._threads = target, model, batch, threads
-        rows = batch.capacity
+        rows = batch.max_rows
         record = array("q", bytes(8 * rows * (2 * _BLOCK + 2)))
         self._record = memoryview(record)
         self._accepted, self._gained, self._path = rows * _BLOCK, rows * (_BLOCK + 1), rows * (_BLOCK + 2)
@@ -164,7 +164,7 @@ class NativeRound:
         """Grow the work tensors to ``tokens`` positions; kept and doubled, because new memory is cleared first."""
         call = self._call
         if tokens > call.room:
-            call.room = min(max(tokens, 2 * call.room), self._batch.capacity * _BLOCK)
+            call.room = min(max(tokens, 2 * call.room), self._batch.max_rows * _BLOCK)
             widths = self._model.width, self._model.vocab_size, len(self._taps) * self._model.width
             self._work = tuple(torch.empty(call.room, width, dtype=torch.float32) for width in widths)
             call.hidden, call.logits, call.features = (memory.data_ptr() for memory in self._work)

@@ -171,7 +171,8 @@ class DeviceRound:
         key = "draft", *size, unmasked, searches
         draft = self.graphs.run(key, lambda: self._draft_apart(*size, unmasked, searches))
         ticket = self._ring.push(draft)
-        self.graphs.run(("forward", *size), lambda: self._forward_apart(*size))
+        adapted = features.adapters
+        self.graphs.run(("forward", *size, adapted), lambda: self._forward_apart(*size, adapted))
         return ticket
 
     def finish_masked(self, rows: int, k: int, features: StepFeatures, masks: Sequence[RowMasks]) -> Ticket:
@@ -245,8 +246,8 @@ class DeviceRound:
         lengths: returns the draft lengths for a number of rows, the likeliest first. rows: the most; None: all.
 
         Short spans come before long ones, if attention depends on the span. For each span, rounds for temperature alone
-        come first, then catch-up programs of the draft model. Rounds with cuts (top-p, top-k, min-p) come last; chats
-        often ask for them. Penalties and log-probabilities are rare.
+        come first, then catch-up programs of the draft model. Rounds with cuts (top-p, top-k, min-p) come later; chats
+        often ask for them. Those with adapters come last. Penalties and log-probabilities are rare.
 
         All row buckets are captured for their likeliest length, then all for the next length. The number of rows
         changes with every request that comes or ends; other lengths occur mostly as rows end.
@@ -256,6 +257,8 @@ class DeviceRound:
             yield from self._likely_rounds(lengths, buckets, span, NOTHING)
             yield from self._likely_catch_ups(lengths, buckets, span)
             yield from self._likely_rounds(lengths, buckets, span, StepFeatures(cuts=True))
+            if self.target.adapters is not None:
+                yield from self._likely_rounds(lengths, buckets, span, StepFeatures(adapters=True))
 
     def _likely_rounds(
         self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int, features: StepFeatures
@@ -301,7 +304,8 @@ class DeviceRound:
         state = self.batch.state(rows)
         before = state.length.clone()
         draft = self._draft(state, before, k, span, features, references)
-        return self._accept(state, before, draft, self._forward(state, before, draft, span), features)
+        hidden = self._forward(state, before, draft, span, features.adapters)
+        return self._accept(state, before, draft, hidden, features)
 
     def _draft_apart(self, rows: int, k: int, span: int, features: StepFeatures, references: bool = False) -> Tensor:
         """The draft of a round in parts -> [B, k + 1] int64, as ``begin_masked`` says."""
@@ -314,10 +318,10 @@ class DeviceRound:
             self._drafted.matched[:rows] = draft.matched
         return torch.cat([draft.tokens, draft.counts[:, None]], dim=1)
 
-    def _forward_apart(self, rows: int, k: int, span: int) -> Tensor:
+    def _forward_apart(self, rows: int, k: int, span: int, adapted: bool = True) -> Tensor:
         """The forward pass of a round in parts -> hidden states [B * (k + 1), width], which stay."""
         state = self.batch.state(rows)
-        hidden = self._forward(state, state.length.clone(), self._held_draft(rows, k), span).flatten(0, 1)
+        hidden = self._forward(state, state.length.clone(), self._held_draft(rows, k), span, adapted).flatten(0, 1)
         if self._hidden is None:  # in the run before the first capture
             self._hidden = hidden.new_empty(self.capacity * (MAX_SPECULATION_LENGTH + 1), hidden.shape[1])
         return self._hidden[: len(hidden)].copy_(hidden)
@@ -455,13 +459,16 @@ class DeviceRound:
         text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.fed_tokens)
         return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
 
-    def _forward(self, state: RowState, before: Tensor, draft: DraftTensors, span: int) -> Tensor:
-        """Return the target's hidden states [B, N + 1, width] at each row's last token and at its draft tokens."""
+    def _forward(self, state: RowState, before: Tensor, draft: DraftTensors, span: int, adapted: bool) -> Tensor:
+        """Return the target's hidden states [B, N + 1, width] at each row's last token and at its draft tokens.
+
+        adapted: whether a row has an adapter.
+        """
         start = (before - 1).clamp(min=0)
         tokens = torch.cat([_text(state, start, 1), draft.tokens], dim=1)
         # only recurrent states ask which tokens are real: keys and values of others are overwritten unread
         counts = None if self.target.cuts_anywhere else (draft.counts + 1).masked_fill(state.ended(), 0)
-        return self.target.forward(tokens, start, span, state.slots, counts, draft.tree)
+        return self.target.forward(tokens, start, span, state.slots, counts, draft.tree, adapted=adapted)
 
     def _keep(self, state: RowState, before: Tensor, record: Tensor, k: int) -> Tensor:
         """Move the accepted paths of trees behind the texts. Returns accepted tokens [B] that the draft model has read.

@@ -90,12 +90,14 @@ class AttentionTerms:
     scale: factor of the scores; None: D ** -0.5. window: positions that a query sees, its own the last; None: all.
     cap: the scores are cap * tanh(scores / cap); None: they are not capped.
     sinks: [H], one more score of each head, without a value and never capped; None: there are none.
+    balance: [G, D], what keys are divided by in caches of 8 bits (``eight_bits.key_balance``); None: nothing.
     """
 
     scale: float | None = None
     window: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
+    balance: Tensor | None = None
 
     def scale_of(self, dim: int) -> float:
         """Factor of the scores of heads of this width."""
@@ -115,7 +117,10 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
-        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V]."""
+        """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
+
+        Caches of 8 bits have stored vectors (``core.eight_bits``), which are wider than D and V.
+        """
         ...
 
 

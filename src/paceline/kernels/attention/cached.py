@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.cache import KVCache
+from paceline.core.eight_bits import LARGEST
 from paceline.core.recurrent_state import RowsPass
 from paceline.core.slots import Slots
 from paceline.kernels.attention.base import PLAIN, AttentionBackend, AttentionTerms, Plan
@@ -29,6 +30,8 @@ class CachedAttend:
         return self._indices[table]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
+        if terms.balance is not None and self.cache.keys.dtype in LARGEST:
+            k = k / terms.balance[:, None].to(k.dtype)
         self.write(layer, k, v)
         return self.again(layer, q, terms)
 
@@ -43,6 +46,8 @@ class CachedAttend:
     def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""
         keys, values = self.cache.layer(layer)
+        if terms.balance is not None and keys.dtype in LARGEST:
+            q = q * terms.balance.repeat_interleave(q.shape[1] // keys.shape[1], 0)[:, None].to(q.dtype)
         return self.backend.attend(q, keys, values, self.plan, terms)
 
 

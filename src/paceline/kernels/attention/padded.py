@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.eight_bits import restored
 from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 
 
@@ -22,7 +23,8 @@ class PaddedAttention:
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         q_BHLD = q
-        k_BGPD, v_BGPV = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
+        tables = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
+        k_BGPD, v_BGPV = (restored(table, q.dtype) for table in tables)
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
         packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, terms.window, q.dtype)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.eight_bits import LARGEST, vector_width
 from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 from paceline.kernels.gpu.launch import capability, multiprocessors, shared_memory
 
@@ -31,6 +32,8 @@ def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
     positions: tl.tensor,
     cache_rows: tl.tensor,
     live: tl.tensor,
@@ -70,6 +73,7 @@ def attend_kernel(
     TREE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     IDLE_ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, V] and levels [splits, B, L, H], both float32.
 
@@ -90,6 +94,8 @@ def attend_kernel(
     sinks: with SINKS, [H] float32, times log2(e); with several splits the second kernel adds them.
 
     scale: of the scores, times log2(e). With CAPPED, the scores are cap * tanh(product * scale).
+
+    k_scales, v_scales: with SCALED, k and v as float32: a vector's scale lies behind its elements of 8 bits.
 
     SPLIT_SIZE: positions per split, counted from position 0; 0 shares each row's blocks evenly among the splits.
     """
@@ -149,9 +155,11 @@ def attend_kernel(
             way = tree + (row * new_tokens + alone) * new_tokens
             among = there & (key_at >= base)
             slot = tl.where(among, base + tl.load(way + key_at - base, mask=among, other=0), key_at)
-        k_place = k + cache_row * k_row + group * k_head + slot[None, :].to(tl.int64) * k_position + column[:, None]
-        keys = tl.load(k_place, mask=there[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        key = cache_row * k_row + group * k_head + slot.to(tl.int64) * k_position
+        keys = tl.load(k + key[None, :] + column[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        if SCALED:
+            scores = scores * tl.load(k_scales + (key + DIM) // 4, mask=there, other=0.0)[None, :]
         if CAPPED:
             scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
         if TREE == "ancestors":
@@ -172,9 +180,11 @@ def attend_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        v_place = v + cache_row * v_row + group * v_head + value_column[None, :]
-        v_place += slot[:, None].to(tl.int64) * v_position
-        values = tl.load(v_place, mask=there[:, None] & in_value[None, :], other=0.0)
+        value = cache_row * v_row + group * v_head + slot.to(tl.int64) * v_position
+        values = tl.load(v + value[:, None] + value_column[None, :], mask=there[:, None] & in_value[None, :], other=0.0)
+        if SCALED:
+            weights = weights * tl.load(v_scales + (value + VALUE_DIM) // 4, mask=there, other=0.0)[None, :]
+        values = values.to(queries.dtype)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = higher
 
@@ -313,7 +323,7 @@ class RaggedAttention:
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         rows, heads, length, dim = q.shape
-        groups, value_dim = k_cache.shape[1], v_cache.shape[-1]
+        groups, value_dim, scaled = k_cache.shape[1], vector_width(v_cache), k_cache.dtype in LARGEST
         shared = heads // groups
         kind, tree = self._tree(plan)
         block_d, block_v = (max(_SMALLEST_TILE, triton.next_power_of_2(width)) for width in (dim, value_dim))
@@ -341,6 +351,7 @@ class RaggedAttention:
             q,
             k_cache,
             v_cache,
+            *(table.view(torch.float32) if scaled else table for table in (k_cache, v_cache)),
             plan.positions,
             cache_rows,
             cache_rows if live is None else live,
@@ -374,6 +385,7 @@ class RaggedAttention:
             TREE=kind,
             HEAD_TILES=head_tiles,
             IDLE_ROWS=live is not None,
+            SCALED=scaled,
             num_warps=self.tiles.warps_for(tile, widest),
             num_stages=self.tiles.stages_for(widest, q.element_size()),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import restored, vector_width
 from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 
 
@@ -21,11 +22,11 @@ class ReferenceAttention:
         """Attend from q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] -> [B, H, L, V]."""
         k_cache, v_cache = plan.of_rows(k_cache), plan.of_rows(v_cache)
         group = q.shape[1] // k_cache.shape[1]
-        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+        out = q.new_empty(*q.shape[:-1], vector_width(v_cache))
         for row in range(q.shape[0]):
             visible = visible_keys(plan, row, terms.window)
-            k = k_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)  # [H, P, D]
-            v = v_cache[row, :, : plan.longest].float().repeat_interleave(group, dim=0)
+            tables = (table[row, :, : plan.longest] for table in (k_cache, v_cache))
+            k, v = (restored(table, torch.float32).repeat_interleave(group, dim=0) for table in tables)  # [H, P, D]
             scores = q[row].float() @ k.transpose(1, 2) * terms.scale_of(q.shape[-1])
             out[row] = (_weights(scores, visible, terms) @ v).to(q.dtype)
         return out

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from paceline.core.eight_bits import vector_width
 from paceline.kernels.attention.base import PLAIN, AttentionTerms, Plan
 from paceline.kernels.attention.padded import PaddedAttention
 
@@ -43,7 +44,7 @@ class SplitAttention:
 
         if not q.is_cuda:
             return torch.cat([one(row) for row in range(len(plan.rows))])
-        out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+        out = q.new_empty(*q.shape[:-1], vector_width(v_cache))
         main, streams = torch.cuda.current_stream(q.device), _streams(q.device)[: len(plan.rows)]
         for stream in streams:
             stream.wait_stream(main)

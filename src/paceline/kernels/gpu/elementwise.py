@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels.gpu.state import Norm
+from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
 
 _BLOCK = (
     1024  # inner width per program; like the warps, chosen so that nothing spills (docs/gpu-kernels.md), not measured
 )
 _WARPS = 4
+_LIMIT, _SLOPE = tl.constexpr(CLAMPED_LIMIT), tl.constexpr(CLAMPED_SLOPE)  # of "clamped_silu"
 _WIDE = 4096  # longer lines get twice the warps
 
 
@@ -82,14 +83,19 @@ def gate_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (N, blocks): out [N, I] = activation(gate) * up of gate_up [N, 2 I], gates first."""
+    """Grid (N, blocks): out [N, I] of gate_up [N, 2 I], gates first; see ``gpu.steps.gate``."""
     line = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + line * stride + column, mask=inside, other=0.0)
     up = tl.load(gate_up + line * stride + width + column, mask=inside, other=0.0)
-    opened = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
-    tl.store(out + line * width + column, (opened.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    if ACTIVATION == "clamped_silu":
+        slope = tl.minimum(gate.to(tl.float32), _LIMIT)
+        opened = (slope * tl.sigmoid(slope * _SLOPE)).to(gate.dtype)
+        factor = (tl.minimum(tl.maximum(up.to(tl.float32), -_LIMIT), _LIMIT) + 1.0).to(gate.dtype)
+    else:
+        opened, factor = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype), up
+    tl.store(out + line * width + column, (opened.to(tl.float32) * factor.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
 def warps_for(width: int) -> int:

@@ -56,7 +56,7 @@ def input_at(
 
 
 @triton.jit
-def convolved(
+def causal_sum(
     own: tl.tensor,
     inputs: tl.tensor,
     tail: tl.tensor,
@@ -73,7 +73,7 @@ def convolved(
     TAPS: tl.constexpr,
     TREE: tl.constexpr,
 ) -> tl.tensor:
-    """silu of the causal convolution at a time on a node's path."""
+    """The causal convolution at a time on a node's path."""
     total = tl.zeros_like(column).to(tl.float32)
     for tap in tl.static_range(TAPS):
         at = time - (TAPS - 1) + tap
@@ -82,7 +82,13 @@ def convolved(
             node = tl.load(path + at, mask=applied + at >= applied, other=0)
         x = input_at(own, inputs, tail, node, at, applied, column, inside, begin, own_stride, CHANNELS, WIDTH, TAPS)
         total += x * tl.load(conv + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-    return total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def silu(x: tl.tensor) -> tl.tensor:
+    """x times its sigmoid."""
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["nodes"])  # a prompt of another length does not recompile it
@@ -157,18 +163,19 @@ def delta_kernel(
             is_own = place >= applied_count
             if TREE:
                 at = tl.load(path + time, mask=is_own, other=0)
-            q = convolved(
+            q = causal_sum(
                 own, earlier, before, path, conv, time, applied_count, q_at, is_key, begin, projected_stride,
                 CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
-            k = convolved(
+            k = causal_sum(
                 own, earlier, before, path, conv, time, applied_count, KEY_HEADS * KEY_DIM + q_at, is_key, begin,
                 projected_stride, CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
-            v = convolved(
+            v = causal_sum(
                 own, earlier, before, path, conv, time, applied_count, v_at, is_value, begin, projected_stride,
                 CHANNELS, WIDTH, TAPS, TREE,
             )  # fmt: skip
+            q, k, v = silu(q), silu(k), silu(v)
             q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * SCALE)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             from_node, from_slot = own_gates + at * gates_stride, earlier + place * WIDTH + CHANNELS + head
@@ -258,6 +265,19 @@ def finish_kernel(
     tl.store(out + token * VALUE_HEADS * VALUE_DIM + at, x.to(out.dtype.element_ty), mask=inside)
 
 
+def keep(part: RowsPass, layer: int, channels: Tensor, gates: Tensor, sizes: tuple[int, int]) -> None:
+    """Store the convolution's last inputs, and those of nodes that may be rejected, after a layer has run.
+
+    channels [B L, C, ...], gates [B L, ...]: the nodes' inputs, which may have more columns. sizes: C and taps.
+    """
+    states, rows, width = part.states, part.slots.shape[0], part.states.shape.input_width
+    keep_kernel[(rows, triton.cdiv(width, COLUMNS))](
+        channels, gates, states.tail[layer], states.inputs[layer], part.slots, part.start, part.applied, part.counts,
+        part.certain, channels.stride(0), gates.stride(0), part.nodes, CHANNELS=sizes[0], WIDTH=width, TAPS=sizes[1],
+        KEPT=WINDOW, BLOCK=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+
+
 def delta_net(mixer: DeltaNet, part: RowsPass, layer: int, projected: Tensor, gates: Tensor) -> Tensor:
     """Run a padded pass through a layer -> the inputs of its second matrix [B L, H V], in the type of ``projected``.
 
@@ -266,7 +286,7 @@ def delta_net(mixer: DeltaNet, part: RowsPass, layer: int, projected: Tensor, ga
     """
     states, heads = part.states, mixer.heads
     state, tail, inputs = states.state[layer], states.tail[layer], states.inputs[layer]
-    rows, width = part.slots.shape[0], states.shape.input_width
+    rows = part.slots.shape[0]
     mixed = projected.new_zeros((rows * part.nodes, heads.value_heads * heads.value_dim), dtype=torch.float32)
     out = torch.empty_like(mixed, dtype=projected.dtype)
     of_rows = part.slots, part.start, part.applied, part.counts, part.certain
@@ -280,10 +300,7 @@ def delta_net(mixer: DeltaNet, part: RowsPass, layer: int, projected: Tensor, ga
         BLOCK_V=values, SCALE=heads.key_dim**-0.5, TREE=part.paths is not None, num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
-    keep_kernel[(rows, triton.cdiv(width, COLUMNS))](
-        projected, gates, tail, inputs, *of_rows, *strides, part.nodes,
-        CHANNELS=heads.channels, WIDTH=width, TAPS=heads.taps, KEPT=WINDOW, BLOCK=COLUMNS, num_warps=WARPS,
-    )  # fmt: skip
+    keep(part, layer, projected, gates, (heads.channels, heads.taps))
     finish_kernel[(rows * part.nodes, heads.value_heads)](
         mixed, projected, mixer.norm, out, mixer.epsilon, strides[0], VALUE_HEADS=heads.value_heads,
         VALUE_DIM=heads.value_dim, CHANNELS=heads.channels, BLOCK_V=triton.next_power_of_2(heads.value_dim),

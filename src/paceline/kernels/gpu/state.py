@@ -16,6 +16,7 @@ from paceline.core.draft import Logprobs, Verdict
 from paceline.core.values import LogprobTensors
 
 RECORD_TAIL = 3  # accepted, drafted, gained
+CLAMPED_LIMIT, CLAMPED_SLOPE = 7.0, 1.702  # of the gate "clamped_silu" (gpt-oss); see ``steps.gate``
 
 
 @dataclass(frozen=True, eq=False)

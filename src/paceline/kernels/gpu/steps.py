@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +12,17 @@ from torch.nn import functional
 
 from paceline.core.recurrent_state import RowsPass
 from paceline.kernels.delta import DeltaNet
+from paceline.kernels.experts import Mixture, run_experts
 from paceline.kernels.gpu.launch import why_not
-from paceline.kernels.gpu.state import Norm
+from paceline.kernels.gpu.state import CLAMPED_LIMIT, CLAMPED_SLOPE, Norm
+from paceline.kernels.low_rank import LowRankChanges
+from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.recurrent import run_rows
+from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import RecurrentMixer
+
+if TYPE_CHECKING:
+    from paceline.kernels.gpu.experts import GroupedProducts
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -46,9 +54,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_CLAMPED_LIMIT, _CLAMPED_SLOPE = 7.0, 1.702  # gpt-oss
-
-
 def gate(gate_up: Tensor, activation: str) -> Tensor:
     """[N, 2 I], gates first -> activation(gate) * up, [N, I].
 
@@ -56,8 +61,8 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     """
     gates, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_silu":
-        gates, up = gates.clamp(max=_CLAMPED_LIMIT), up.clamp(-_CLAMPED_LIMIT, _CLAMPED_LIMIT)
-        return gates * (gates * _CLAMPED_SLOPE).sigmoid() * (up + 1)
+        gates, up = gates.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gates * (gates * CLAMPED_SLOPE).sigmoid() * (up + 1)
     return ACTIVATIONS[activation](gates).mul_(up)
 
 
@@ -72,6 +77,14 @@ class LayerSteps(Protocol):
         """[N, 2 I], gates first -> activation(gate) * up, [N, I]."""
         ...
 
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts: x [N, W], scores [N, E] -> [N, W]."""
+        ...
+
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        """Add each row's low-rank change to a layer's outputs y, in place; see ``LowRankChanges.add_to``."""
+        ...
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -81,8 +94,9 @@ class LayerSteps(Protocol):
         """
         ...
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        """Whether ``recurrent`` is a few launches, however many tokens there are."""
+    @property
+    def groups_rows(self) -> bool:
+        """Whether ``experts``, ``add_changes`` and ``recurrent`` are a few launches, and the host waits for none."""
         ...
 
 
@@ -96,6 +110,13 @@ class TorchSteps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return gate(gate_up, activation)
 
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        weights, chosen = mixture.route(scores, x.dtype)
+        return run_experts(x, weights, chosen, mixture, lambda inner: between(self, inner, mixture))
+
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        changes.add_to(y, x, adapters)
+
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
@@ -103,7 +124,8 @@ class TorchSteps:
         mixed = run_rows(part, layer, mixer, inputs.view(len(part.slots), part.nodes, -1))
         return mixer.finish(mixed.flatten(0, 1), kept).to(projected.dtype)
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
+    @property
+    def groups_rows(self) -> bool:
         return False
 
 
@@ -116,23 +138,50 @@ class TritonSteps:
         return add_norm(x, added, norm)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        from paceline.kernels.gpu.elementwise import gate as by_triton
+        from paceline.kernels.gpu.elementwise import gate
 
-        run = by_triton if activation in ACTIVATIONS else gate
-        return run(gate_up, activation)
+        return gate(gate_up, activation)
+
+    def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
+        return self._experts(x, scores, mixture, lambda inner: between(self, inner, mixture))
+
+    @cached_property
+    def _experts(self) -> GroupedProducts:
+        from paceline.kernels.gpu.experts import GroupedProducts
+
+        return GroupedProducts()
+
+    def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
+        from paceline.kernels.gpu.low_rank import add_changes
+
+        add_changes(y, x, changes, adapters)
 
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
-        if not isinstance(mixer, DeltaNet):
-            return TorchSteps().recurrent(mixer, part, layer, projected, gates)
-        from paceline.kernels.gpu.recurrent import delta_net
+        if isinstance(mixer, DeltaNet):
+            from paceline.kernels.gpu.recurrent import delta_net
 
-        assert gates is not None, "a gated delta net has gates"
-        return delta_net(mixer, part, layer, projected, gates)
+            assert gates is not None, "a gated delta net has gates"
+            return delta_net(mixer, part, layer, projected, gates)
+        from paceline.kernels.gpu.mamba2 import mamba2, short_conv
 
-    def has_kernel(self, mixer: RecurrentMixer) -> bool:
-        return isinstance(mixer, DeltaNet)
+        inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())
+        if isinstance(mixer, Mamba2):
+            mixed = mamba2(mixer, part, layer, inputs)
+        else:
+            assert isinstance(mixer, ShortConv), "there are three kinds"
+            mixed = short_conv(mixer, part, layer, inputs)
+        return mixer.finish(mixed, kept).to(projected.dtype)
+
+    @property
+    def groups_rows(self) -> bool:
+        return True
+
+
+def between(steps: LayerSteps, x: Tensor, mixture: Mixture) -> Tensor:
+    """Return what lies between an expert's matrices: x [N, 2 I], gates first, or [N, I] -> [N, I]."""
+    return steps.gate(x, mixture.activation) if mixture.gated else ACTIVATIONS[mixture.activation](x)
 
 
 def steps_for(device: torch.device) -> LayerSteps:

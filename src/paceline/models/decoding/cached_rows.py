@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from paceline.core.cache import KVCache
 from paceline.core.recurrent_state import StatefulCache
@@ -13,18 +16,22 @@ class CachedRows:
     """The cache of a model, whose rows are the slots of a batch (``Batch.slots``).
 
     rows, positions: size of the KV cache, in rows and tokens per row.
+    kv_dtype: of its keys and values; None: the model's own.
 
     num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
         rounds it is length - 1 for the target; for a draft model it may be less.
     """
 
-    def __init__(self, model: AnyModel, rows: int, positions: int) -> None:
-        self.cache = self._new_cache(model, rows, positions)
+    def __init__(self, model: AnyModel, rows: int, positions: int, kv_dtype: torch.dtype | None = None) -> None:
+        self.cache = self._new_cache(model, rows, positions, kv_dtype)
         self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int) -> KVCache:
-        return model.new_cache(rows, positions) if isinstance(model, SharedModel) else cache_of(model, rows, positions)
+    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
+        if isinstance(model, SharedModel):
+            assert dtype in (None, model.dtype), "EngineConfig refuses others"
+            return model.new_cache(rows, positions)
+        return cache_of(model, rows, positions, dtype)
 
     def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""
@@ -40,6 +47,30 @@ class CachedRows:
         self.num_computed_tokens[row].clamp_(max=length)
         if self._recurrent is not None:
             self._recurrent.cut(row, length)
+
+    def row(self, slot: int, length: int, text: int) -> dict[str, Tensor]:
+        """Return a copy of what a slot holds of its first ``length`` tokens, all of which are computed, by name.
+
+        text: tokens that the target has computed. Draft heads hold something of all of them.
+        """
+        tables = {f"table{index}": table for index, table in enumerate(self.cache.row(slot, length))}
+        return tables if self._recurrent is None else {**self._recurrent.row(slot, length), **tables}
+
+    def is_row(self, tensors: Mapping[str, Tensor], length: int, text: int) -> bool:
+        """Whether these are what ``row`` returns for ``length`` tokens of a text."""
+        states = self._recurrent is None or self._recurrent.is_row(tensors, length)
+        return states and self.cache.is_row(_tables(tensors), length)
+
+    def restore_row(self, slot: int, tensors: Mapping[str, Tensor], length: int, text: int) -> None:
+        """Begin a new text in a slot with the first ``length`` computed tokens of one that ``row`` copied.
+
+        They must be ``reusable`` there. text: tokens that the target begins with.
+        """
+        self.cache.set_row(slot, _tables(tensors), length)
+        self.num_computed_tokens[slot] = length
+        if self._recurrent is not None:
+            self._recurrent.set_row(slot, tensors)
+        self.cut_row(slot, length)
 
     def erase_row(self, row: int) -> None:
         """Set the keys, values and states of a row to zeros, as before its first text."""
@@ -66,6 +97,16 @@ class CachedRows:
         if self._recurrent is not None:
             self._recurrent.save(slot, apart=apart)
 
+    def limit_saved_states(self, count: int) -> None:
+        """Set how many recurrent states may be saved, of all slots together."""
+        if self._recurrent is not None:
+            self._recurrent.max_saved = count
+
+    @property
+    def largest_states(self) -> int:
+        """Most bytes of recurrent states that a slot may hold, saved ones included."""
+        return 0 if self._recurrent is None else self._recurrent.largest_bytes
+
     def reusable(self, slot: int, tokens: int) -> int:
         """Return how many of a slot's first ``tokens`` computed tokens another text can start from.
 
@@ -83,3 +124,9 @@ class CachedRows:
         self.num_computed_tokens[:rows] = computed
         if self._recurrent is not None:
             self._recurrent.pretend(range(rows), computed)
+
+
+def _tables(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the tables among the tensors of a slot, in their order."""
+    names = (name for name in tensors if name.startswith("table"))
+    return [tensors[name] for name in sorted(names, key=lambda name: (len(name), name))]

@@ -25,16 +25,22 @@ class Decoder(CachedRows):
     """Runs a model over the rows of a batch, each at its own position. B rows, L tokens per row, V vocabulary.
 
     backend: attention backend; not used by a FlatModel, which runs its own attention.
-    rows, positions: see ``CachedRows``.
+    rows, positions, kv_dtype: see ``CachedRows``.
     vocab_size: vocabulary of the batch, if the model's head is padded to another size.
     passes: runs its forward passes.
     adapters: the adapters that the model was loaded with; None for most models.
     """
 
     def __init__(
-        self, model: AnyModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: AnyModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, rows, positions)
+        super().__init__(model, rows, positions, kv_dtype)
         self.model = model
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.backend = backend
@@ -63,6 +69,8 @@ class Decoder(CachedRows):
         rows: Slots | None = None,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """Run tokens [B, L] int64 at positions start [B], ... of rows of the cache -> hidden [B, L, width].
 
@@ -71,9 +79,10 @@ class Decoder(CachedRows):
         counts [B]: number of real tokens per row. The others are padding, whose hidden states are undefined. Recurrent
             states of a row without any do not change.
         tree: parents and depths of the tokens if they are no chain. Not for a FlatModel.
+        adapted: False if the host knows that no row has an adapter, whose launches are then left out.
         """
         rows = Slots.listed(range(len(tokens)), tokens.device) if rows is None else rows
-        return self.passes.forward(tokens, start, longest, rows, counts, tree)
+        return self.passes.forward(tokens, start, longest, rows, counts, tree, adapted=adapted)
 
     def verify(self, batch: Batch, draft: DraftTensors) -> Tensor:
         """Run each row's pending token and its k draft tokens in one pass -> logits [B, k + 1, V] of the next tokens.
@@ -158,4 +167,4 @@ class Decoder(CachedRows):
     def set_adapter(self, slot: int, name: str | None) -> None:
         """Set the adapter of a slot; None for the model itself."""
         if self.adapters is not None:
-            self.cache.adapter_of[slot] = self.adapters.number(name)
+            self.cache.adapter_of[slot].fill_(self.adapters.number(name))

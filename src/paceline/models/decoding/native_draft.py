@@ -37,7 +37,7 @@ class NativeDrafting:
     library: the head or draft model in the kernels' library.
     first: number of the first token that is read: 1 for a head, which has no hidden state before token 0.
     kept: the hidden states that a head reads, and what owns their memory.
-    scratch: logits [rows or more, V], which each call overwrites.
+    scratch: logits [lines of the largest call so far, V], which each call overwrites.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NativeDrafting:
         self._kept, states = kept or (abi.CKept(), None)
         self._memory = owner.cache, states  # a planned draft may outlive the decoder
         self._computed, self._vocab_size = owner.num_computed_tokens.numpy().data, owner.vocab_size
-        self.scratch = self._empty_logits(owner.cache.rows)
+        self.scratch = self._empty_logits(0)
         self._vocabulary: DraftVocabulary | None = None
         self._shortened = abi.CShortHead()  # the vocabulary, as the kernels read it
         self._version = 0  # of the vocabulary in ``scratch``
@@ -121,6 +121,8 @@ class NativeDrafting:
         found = (_DraftTable if width == 1 else _TreeTable)(memoryview(numbers)[4 * rows :], chances, rows, most)
         call = self._call(batch, rows, numbers)
         call.draft_stride, call.probabilities = most, structs.address(probabilities)
+        if len(self.scratch) < rows * width:
+            self.scratch = self._empty_logits(rows * width)
         if width > 1:
             self._branch(call, rows, width)
         self._set_sampling(call, batch, Purpose.DRAFT if distributions else Purpose.DRAW)
@@ -170,8 +172,6 @@ class NativeDrafting:
         call.width = width
         call.parents = call.draft_tokens + 8 * rows * call.draft_stride
         call.ranks = call.parents + 8 * rows * call.draft_stride
-        if len(self.scratch) < rows * width:
-            self.scratch = self._empty_logits(rows * width)
 
     def _set_vocabulary(self, call: abi.CDraftCall) -> None:
         """Score the draft vocabulary only. Logits of tokens that have left it become ``NEVER`` again."""
@@ -240,9 +240,15 @@ class NativeDraftDecoder(DraftDecoder):
     native: NativeDrafting
 
     def __init__(
-        self, model: NativeModel, backend: AttentionBackend, rows: int, positions: int, vocab_size: int | None = None
+        self,
+        model: NativeModel,
+        backend: AttentionBackend,
+        rows: int,
+        positions: int,
+        vocab_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, backend, rows, positions, vocab_size)
+        super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
         self.native = NativeDrafting(self, model.packed_decoder.decoder)
 
     def missing_tokens(self, batch: Batch) -> list[int]:

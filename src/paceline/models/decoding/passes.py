@@ -18,6 +18,7 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, depths_of, first_of
 from paceline.core.draft_tensors import DraftTensors, real_places
+from paceline.core.eight_bits import LARGEST
 from paceline.core.nodes import Nodes, Tree
 from paceline.core.recurrent_state import RowsPass, StatefulCache
 from paceline.core.slots import Slots
@@ -90,6 +91,8 @@ class Passes(ABC):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """See ``Decoder.forward``."""
 
@@ -134,7 +137,8 @@ class PaddedPasses(Passes):
     ) -> None:
         super().__init__(model, cache, vocab_size)
         self._model, self._backend, self._adapters = model, backend, adapters
-        self.packs = backend.name == "ragged" and model.device.type == "cuda"  # Triton also writes the cache
+        on_triton = backend.name == "ragged" and model.device.type == "cuda"
+        self.packs = on_triton and cache.keys.dtype not in LARGEST  # Triton also writes caches of 16 bits
 
     def forward(
         self,
@@ -145,6 +149,7 @@ class PaddedPasses(Passes):
         counts: Tensor | None = None,
         tree: Tree | None = None,
         *,
+        adapted: bool = True,
         text: bool = False,
     ) -> Tensor:
         """See ``Decoder.forward``. text: whether no token can be rejected later."""
@@ -154,8 +159,7 @@ class PaddedPasses(Passes):
         states = self._over_states(plan, start, rows, counts, text=text)
         attend = (PackedCachedAttend if self.packs else CachedAttend)(self.cache, self._backend, plan, rows, states)
         if self._adapters is not None:
-            assert rows.numbers is not None, "captured programs know no adapters"
-            self._adapters.use(self.cache.adapter_of[list(rows.numbers)].tolist())
+            self._adapters.use(rows.of(self.cache.adapter_of) if adapted else None)
         found = self._model.hidden_states(self._known(tokens), plan.positions, attend, self._taps)
         if states is not None:
             states.finish()
@@ -238,6 +242,8 @@ class FlatPasses(Passes):
         rows: Slots,
         counts: Tensor | None = None,
         tree: Tree | None = None,
+        *,
+        adapted: bool = True,
     ) -> Tensor:
         """See ``Decoder.forward``. Hidden states of padding are zero."""
         assert tree is None, "the nodes of a tree are listed"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError, ParameterError
+from paceline.kernels.low_rank import RANKS, LowRankChanges
 from paceline.models.base import AnyModel
 from paceline.models.description.mixers import pairs_apart
 from paceline.models.description.spec import AttentionSpec, DecoderSpec
@@ -55,37 +56,28 @@ _CHANGES_MODEL = ("pissa", "olora", "corda", "lora_ga", "loftq")
 class AdapterRows(threading.local):
     """The adapter of each row in the forward pass that this thread runs.
 
-    rows: number of each row's adapter, 0 for none.
+    numbers: int32 [B] on the model's device, 0 for none; None: no row has one.
     """
 
-    rows: Sequence[int] = ()
-
-    def spans(self, tokens: int) -> Iterator[tuple[int, slice]]:
-        """Yield the adapter and the token range of each row that has one. tokens: those of the whole pass."""
-        length = tokens // len(self.rows) if self.rows else 0
-        for row, adapter in enumerate(self.rows):
-            if adapter:
-                yield adapter, slice(row * length, (row + 1) * length)
+    numbers: Tensor | None = None
 
 
 class AdaptedLinear:
-    """A linear layer with the changes of several adapters, by their numbers."""
+    """A linear layer of a model with the changes of its adapters."""
 
-    __slots__ = ("_base", "_changes", "_rows")
+    __slots__ = ("_base", "_changes", "_model", "_rows")
 
-    def __init__(self, base: Linear, changes: Mapping[int, Sequence[LowRank]], rows: AdapterRows) -> None:
-        self._base, self._changes, self._rows = base, changes, rows
+    def __init__(self, base: Linear, changes: LowRankChanges, rows: AdapterRows, model: Transformer) -> None:
+        self._base, self._changes, self._rows, self._model = base, changes, rows, model
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._base(x)
-        for adapter, span in self._rows.spans(len(x)):
-            for change in self._changes.get(adapter, ()):
-                change.add_to(y[span], x[span])
+        if (numbers := self._rows.numbers) is not None:
+            self._model.steps.add_changes(y, x, self._changes, numbers)
         return y
 
     def tensors(self) -> tuple[Tensor, ...]:
-        changes = (change for of_adapter in self._changes.values() for change in of_adapter)
-        return *self._base.tensors(), *(matrix for change in changes for matrix in (change.down, change.up))
+        return *self._base.tensors(), self._changes.down, self._changes.up
 
 
 @dataclass(frozen=True)
@@ -95,9 +87,9 @@ class Adapters:
     names: tuple[str, ...]
     rows: AdapterRows
 
-    def use(self, numbers: Sequence[int]) -> None:
-        """Set the adapters of the rows of the forward passes that this thread runs from now on."""
-        self.rows.rows = numbers if any(numbers) else ()
+    def use(self, numbers: Tensor | None) -> None:
+        """See ``RowAdapters.use``."""
+        self.rows.numbers = numbers
 
     def number(self, name: str | None) -> int:
         """Return the number of an adapter, 0 for None."""
@@ -123,8 +115,25 @@ def attach(model: AnyModel, paths: Mapping[str, Path], spec: DecoderSpec | None)
         return
     for owner, attribute, name in model.layer_linears():
         if name in by_layer:
-            setattr(owner, attribute, AdaptedLinear(getattr(owner, attribute), by_layer[name], rows))
+            changes = _stacked(by_layer[name], len(paths), model.dtype)
+            setattr(owner, attribute, AdaptedLinear(getattr(owner, attribute), changes, rows, model))
     model.adapters = adapters
+
+
+def _stacked(changes: Mapping[int, Sequence[LowRank]], count: int, dtype: torch.dtype) -> LowRankChanges:
+    """Stack the changes of a layer by ``count`` adapters. changes: by the adapter's number, from 1 on."""
+    first = next(iter(changes.values()))[0]
+    ranks = [sum(len(change.down) for change in changes.get(number, ())) for number in range(1, count + 1)]
+    most, device = -(-max(ranks) // RANKS) * RANKS, first.down.device
+    down = torch.zeros(count, most, first.down.shape[1], dtype=dtype, device=device)
+    up = torch.zeros(count, first.total, most, dtype=dtype, device=device)
+    for number, parts in changes.items():
+        begin = 0
+        for part in parts:
+            of_part = slice(begin, begin := begin + len(part.down))
+            down[number - 1, of_part] = part.down.to(dtype)
+            up[number - 1, part.first : part.first + len(part.up), of_part] = part.up.to(dtype)
+    return LowRankChanges(down, up, torch.tensor(ranks, dtype=torch.int32, device=device))
 
 
 def _load(path: Path, spec: DecoderSpec, model: AnyModel) -> Iterator[tuple[str, LowRank]]:

@@ -22,20 +22,15 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change of ``width`` of a linear layer's ``total`` outputs, from ``first`` on: (x @ down.T) @ up.T, in float32.
+    """A change of ``width`` of a linear layer's ``total`` outputs, from ``first`` on: (x @ down.T) @ up.T.
 
-    down [rank, inputs]; up [width, rank], with the adapter's scale.
+    down [rank, inputs]; up [width, rank], with the adapter's scale; float32.
     """
 
     first: int
     total: int
     down: Tensor
     up: Tensor
-
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Add the change for inputs x [N, inputs] to the layer's outputs y [N, outputs], in place."""
-        part = y[:, self.first : self.first + len(self.up)]
-        part.copy_(part.float() + x.float() @ self.down.T @ self.up.T)
 
 
 def pack_changes(

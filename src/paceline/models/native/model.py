@@ -64,13 +64,7 @@ class NativeModel:
         check_spec(spec)
         if quantization not in LAYER_FORMAT:
             raise ParameterError("quantization", quantization, "None, 'int8' or 'int4'")
-        self.name = name
-        self.quantization: QuantizationName | None = quantization
-        self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
-        self.state_shape, self.kv_layers = spec.states, spec.kv_layers
-        self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
-        self.max_positions, self.tied = spec.max_positions, spec.head is None
-        self.dtype, self.device = torch.bfloat16, torch.device("cpu")
+        self._take_sizes(spec, name, quantization)
         self.threads = torch.get_num_threads() if threads is None else threads
         chosen = native.required() if kernels is None else kernels
         self.kernels = chosen.name
@@ -80,9 +74,20 @@ class NativeModel:
         self.packed_decoder = PackedDecoder(spec, formats, chosen, self.threads, read_packed)
         self.adapters: RowAdapters | None = None
         self._caches: WeakKeyDictionary[KVCache, abi.CCache] = WeakKeyDictionary()
-        self._weight_bytes, self._multiply_adds = packed_size(spec, *formats), _multiply_adds(spec)
+        self._multiply_adds = _multiply_adds(spec)
         self._expert_sizes = _expert_sizes(spec, formats[0])
         self._idle_expert_bytes = idle_expert_bytes(spec, formats[0])
+
+    def _take_sizes(self, spec: NativeSpec, name: str, quantization: Quantization | None) -> None:
+        """Set what follows from the weights' shapes alone."""
+        self.name = name
+        self.quantization: QuantizationName | None = quantization
+        self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
+        self.state_shape, self.kv_layers = spec.states, spec.kv_layers
+        self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
+        self.max_positions, self.tied = spec.max_positions, spec.head is None
+        self.dtype, self.device = torch.bfloat16, torch.device("cpu")
+        self._weight_bytes = packed_size(spec, LAYER_FORMAT[quantization], HEAD_FORMAT[quantization])
 
     @classmethod
     def of(
@@ -246,8 +251,8 @@ def _check_cache(cache: KVCache, model: NativeModel) -> None:
     found = [cache.shapes[table] for table, _ in cache.places]
     if found != list(model.kv_layers):
         raise ParameterError("cache", _in_words(found), _in_words(model.kv_layers))
-    if cache.keys.dtype not in (torch.float32, torch.bfloat16):
-        raise ParameterError("cache", cache.keys.dtype, "float32 or bfloat16")
+    if cache.keys.dtype not in structs.CACHE_ELEMENTS:
+        raise ParameterError("cache", cache.keys.dtype, "float32, bfloat16 or int8")
 
 
 def _in_words(layers: Sequence[KVHeads]) -> str:

@@ -6,9 +6,10 @@ that was packed before and cached on disk (``packed_file``). The offset of each 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import pointer
+from ctypes import c_float, pointer
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from paceline.core.cache import table_places
+from paceline.core.eight_bits import key_balance
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.mamba2 import Mamba2
@@ -38,6 +40,8 @@ from paceline.kernels.spec import (
 )
 from paceline.models.native.low_rank import LowRank, pack_changes
 
+log = logging.getLogger("paceline")
+
 ReadPacked: TypeAlias = Callable[[Tensor], None]
 """Fills memory, uint8 [packed_size], with weights that were packed before."""
 
@@ -53,6 +57,7 @@ _ACTIVATIONS: dict[Activation, abi.Activation] = {
 # Of ``RecurrentMixer.gates`` in every model, because a state would carry their rounding on; and of the weights of taps.
 GATES_FORMAT: Format = "bf16"
 _LINE = 64  # bytes: every weight begins on a cache line
+_ALLOW = "A container needs --cap-add SYS_NICE for that; --numa off leaves it to the system"
 _UNBOUNDED = 1 << 62  # bytes of a meta tensor that is larger than any model
 
 
@@ -61,9 +66,27 @@ def packed_size(spec: NativeSpec, layers: Format, head: Format, *, shares_ends: 
 
     shares_ends: whether embedding and output head are another decoder's.
     """
-    packer = _Packer(torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta"), fill=False)
+    nowhere = torch.empty(_UNBOUNDED, dtype=torch.uint8, device="meta")
+    packer = _Packer(nowhere, fill=False, place=lambda _: None)
     packer.pack_model(spec, layers, head, ends=abi.CModelSpec() if shares_ends else None)
     return packer.used
+
+
+class NodePlaces:
+    """Divides layers between a pool's NUMA nodes. nodes: empty without a pool, or if the system refuses."""
+
+    def __init__(self, pool: native.Pool | None) -> None:
+        self._pool, self.nodes = pool, () if pool is None else pool.nodes
+
+    def place(self, packed: pack.Packed) -> None:
+        """Bind the pages of a layer's panels to the nodes whose threads read them; warns once if that is refused."""
+        if self._pool is None or not self.nodes:
+            return
+        try:
+            self._pool.place(packed)
+        except OSError as error:
+            self.nodes = ()
+            log.warning("weights are not placed on the NUMA nodes that read them: %s. %s", error, _ALLOW)
 
 
 class PackedDecoder:
@@ -73,6 +96,7 @@ class PackedDecoder:
     ends_of: a decoder whose embedding and output head this one uses; the spec's then only give the shapes.
     read_packed: fills the memory with weights that were packed before; the spec's tensors then only give the shapes.
         None: the spec's tensors are packed now.
+    nodes: NUMA nodes between which every matrix is divided; empty: pages lie where they were written.
     """
 
     def __init__(
@@ -88,11 +112,13 @@ class PackedDecoder:
         size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
+        places = NodePlaces(native.node_pool(kernels))
+        packer = _Packer(self.memory, fill=read_packed is None, place=places.place)
+        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         if read_packed is not None:
             read_packed(self.memory)
-        packer = _Packer(self.memory, fill=read_packed is None)
-        model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
-        tables = _rotate_by_tables(spec, model)
+        self.nodes = places.nodes
+        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model)
         self.model = model
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
         self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
@@ -118,11 +144,28 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
     return tables
 
 
-class _Packer:
-    """Walks over the weights and gives each one its offset in ``memory``; packs it there if ``fill``."""
+def _balance_keys(spec: NativeSpec, model: abi.CModelSpec) -> list[Tensor]:
+    """Set and return the divisors of keys with biases in caches of int8; see ``eight_bits.key_balance``."""
+    kept: list[Tensor] = []
+    for layer, into in zip(spec.layers, model.layers[: model.layer_count], strict=True):
+        plain = layer.recurrent is None and layer.latent is None and layer.k_norm is None
+        if not (plain and into.qkv.bias) or any(each.reads_only for each in spec.layers):
+            continue
+        bias = torch.frombuffer((c_float * into.qkv.outputs).from_address(into.qkv.bias), dtype=torch.float32)
+        heads = bias[: (into.heads + into.kv_heads) * into.dim].view(-1, into.dim)
+        kept.append(key_balance(heads[into.heads :], 2 * into.rotary_half).contiguous())
+        into.balance = kept[-1].data_ptr()
+    return kept
 
-    def __init__(self, memory: Tensor, *, fill: bool) -> None:
-        self._memory, self._fill, self.used = memory, fill, 0
+
+class _Packer:
+    """Walks over the weights and gives each one its offset in ``memory``; packs it there if ``fill``.
+
+    place: told each linear layer before anything is written there.
+    """
+
+    def __init__(self, memory: Tensor, *, fill: bool, place: Callable[[pack.Packed], None]) -> None:
+        self._memory, self._fill, self._place, self.used = memory, fill, place, 0
 
     def pack_model(
         self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModelSpec | None = None
@@ -337,6 +380,7 @@ class _Packer:
     def _linear(self, linear: LinearWeights, to: Format) -> abi.CLinear:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
+        self._place(packed)
         if self._fill:
             pack.fill(packed, linear.rounded(to), linear.bias)
         return structs.linear(packed)

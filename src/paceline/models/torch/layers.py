@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.core.eight_bits import key_balance
 from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
+from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
-from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.kernels.spec import LinearWeights, ReadWeight, RecurrentMixer
 from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
@@ -34,15 +36,22 @@ from paceline.models.description.spec import (
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
 from paceline.models.torch.latent import LatentAttention, LatentMatrices
-from paceline.models.torch.linear import Linear, LinearFactory
+from paceline.models.torch.linear import Linear, LinearFactory, dense
 from paceline.models.torch.rotary import Rotation, rotate
 
 
 class WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
-        self._spec, self._weights, self._linear = spec, weights, linear
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        linear: LinearFactory,
+        readers: Mapping[str, ReadWeight] | None = None,
+    ) -> None:
+        """readers: read matrices in a format, by the names of weights, which then only give the shapes."""
+        self._spec, self._weights, self._linear, self._readers = spec, weights, linear, readers or {}
         self.kept: list[Tensor] = []
 
     def find(self, name: str) -> Tensor | None:
@@ -51,20 +60,33 @@ class WeightSource:
             self.kept.append(tensor)
         return tensor
 
-    def linear(self, name: str) -> Linear:
-        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+    def linear(self, name: str, by: LinearFactory | None = None) -> Linear:
+        """Return a linear layer. by: its factory; None: that of all layers."""
+        return (self._linear if by is None else by)(self._stored(name))
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
-        return self._linear(ordered.weight, ordered.bias)
+        return self._linear(in_order(self._stored(f"{layer}.qkv"), spec))
+
+    def key_balance(self, spec: AttentionSpec, layer: str) -> Tensor | None:
+        """Return the layer's ``AttentionTerms.balance``; None where keys have no bias, or a norm behind it."""
+        bias = self._weights.get(f"{layer}.qkv.bias")
+        shared = any(each.reads_layer is not None for each in self._spec.attentions)
+        if bias is None or spec.qk_norm is not None or shared:
+            return None
+        ordered = in_order(LinearWeights(bias[:, None]), spec).weight[:, 0]
+        heads = ordered[: (spec.heads + spec.kv_heads) * spec.head_dim].view(-1, spec.head_dim)
+        rotated = 0 if spec.rotary is None else 2 * len(spec.rotary.inverse_frequencies)
+        balance = key_balance(heads[spec.heads :], rotated)
+        self.kept.append(balance)
+        return balance
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
         ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
         if f"{layer}.q_b.weight" in self._weights:
             ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
-        first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
+        first, *query_up = map(self._linear, ordered)
         both, norm = self.find(f"{layer}.kv_b.weight"), self.find(f"{layer}.kv_a_norm.weight")
         assert both is not None
         assert norm is not None
@@ -73,7 +95,17 @@ class WeightSource:
         return LatentAttention(spec, place, rotary, linears, matrices)
 
     def _stored(self, name: str) -> LinearWeights:
-        return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        weight = f"{name}.weight"
+        return LinearWeights(self._weights[weight], self._weights.get(f"{name}.bias"), self._readers.get(weight))
+
+    def experts(self, name: str) -> ExpertMatrices:
+        """Return a matrix of all experts, as one linear layer keeps it: weights [E, N, K], biases [E, N]."""
+        stored = self._stored(name)
+        count, outputs, _ = stored.weight.shape
+        bias = None if stored.bias is None else stored.bias.flatten()
+        linear = self._linear(LinearWeights(stored.weight.flatten(0, 1), bias, stored.read))
+        self.kept += linear.tensors()
+        return ExpertMatrices(linear.weight, linear.bias, count, outputs)
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -134,7 +166,8 @@ class _Attention:
         self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
-        self.terms = AttentionTerms(spec.scale, spec.window, spec.cap, parts.find(f"{layer}.sinks.weight"))
+        sinks, balance = parts.find(f"{layer}.sinks.weight"), parts.key_balance(spec, layer)
+        self.terms = AttentionTerms(spec.scale, spec.window, spec.cap, sinks, balance)
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
@@ -232,14 +265,27 @@ def _mlp(spec: LayerSpec, parts: WeightSource, layer: str) -> GatedMLP | _PlainM
     if spec.mlp is None:
         return None
     if isinstance(spec.mlp, ExpertsSpec):
-        names = [f"experts_{part}.{kind}" for part in ("gate_up", "up", "down") for kind in ("weight", "bias")]
-        names += ["experts_scale.weight", "router_correction.weight"]
-        stacked = {name: tensor for name in names if (tensor := parts.find(f"{layer}.{name}")) is not None}
-        shared = None if spec.mlp.shared is None else _dense(spec.mlp.shared, parts, layer)
-        gate = parts.linear(f"{layer}.shared_gate") if spec.mlp.shared_gate else None
-        norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.mlp.own_norms else ())}
-        return Experts(spec.mlp, parts.linear(f"{layer}.router"), stacked, shared, gate, norms)
+        return _experts(spec.mlp, parts, layer)
     return _dense(spec.mlp, parts, layer)
+
+
+def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
+    first = parts.experts(f"{layer}.experts_{'gate_up' if spec.expert.gated else 'up'}")
+    mixture = Mixture(
+        spec.routing,
+        first,
+        parts.experts(f"{layer}.experts_down"),
+        spec.expert.activation,
+        spec.expert.gated,
+        parts.find(f"{layer}.router_correction.weight"),
+        parts.find(f"{layer}.experts_scale.weight"),
+        spec.scores_scale,
+        spec.output_scale,
+    )
+    gate = parts.linear(f"{layer}.shared_gate", dense) if spec.shared_gate else None
+    shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
+    norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
+    return Experts(spec, parts.linear(f"{layer}.router", dense), mixture, shared, norms)
 
 
 class _TokenInput:

@@ -8,6 +8,9 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.kernels.experts import StackedWeights
+from paceline.kernels.spec import LinearWeights
+
 
 class Linear(Protocol):
     """A linear layer: x [..., in] -> [..., out], in the dtype of x."""
@@ -19,8 +22,18 @@ class Linear(Protocol):
         ...
 
 
-LinearFactory = Callable[[Tensor, Tensor | None], Linear]
-"""Makes a layer from its weight [out, in] and its bias [out] or None."""
+class WeightedLinear(Linear, Protocol):
+    """A linear layer whose weights others may read."""
+
+    @property
+    def weight(self) -> Tensor | StackedWeights: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+LinearFactory = Callable[[LinearWeights], WeightedLinear]
+"""Makes a layer from its weights, which are read only then if they have a reader."""
 
 
 class Dense:
@@ -37,3 +50,8 @@ class Dense:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+def dense(weights: LinearWeights) -> Dense:
+    """Return an unquantized layer."""
+    return Dense(weights.weight, weights.bias)

@@ -15,7 +15,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import steps_for
-from paceline.kernels.spec import RecurrentMixer
+from paceline.kernels.spec import ReadWeight, RecurrentMixer
 from paceline.models.base import HiddenStates, PassBytes, RowAdapters, check_taps
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec, Rotary
 from paceline.models.torch.experts import Experts
@@ -27,7 +27,7 @@ from paceline.models.torch.layers import (
     TokenInputs,
     WeightSource,
 )
-from paceline.models.torch.linear import Dense, Linear, LinearFactory
+from paceline.models.torch.linear import Dense, Linear, LinearFactory, dense
 from paceline.models.torch.rotary import RotaryAngles
 from paceline.models.torch.short_head import TorchShortHead
 
@@ -65,7 +65,8 @@ class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
     weights: tensors by the names of ``description.weights.slots``, all of one dtype and on one device.
-    linear: factory of the linear layers of attention, MLP and head.
+    linear: factory of the linear layers of attention and MLP. head: of the output head; None: the same.
+    readers: read matrices, by name, when their layers are made; ``weights`` then only give their shapes.
     places: the cache's layer that each layer reads; None: as its description says.
     """
 
@@ -75,7 +76,9 @@ class Transformer:
         weights: Mapping[str, Tensor],
         name: str,
         *,
-        linear: LinearFactory = Dense,
+        linear: LinearFactory = dense,
+        head: LinearFactory | None = None,
+        readers: Mapping[str, ReadWeight] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
         _check(spec)
@@ -90,8 +93,9 @@ class Transformer:
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``load.adapters``
-        parts = WeightSource(spec, weights, linear)
+        parts = WeightSource(spec, weights, linear, readers)
         self._build(parts, spec.places if places is None else places)
+        self._head = parts.linear("embed" if spec.tied else "head", head)
         self._kept = tuple(parts.kept)
 
     def _build(self, parts: WeightSource, places: Sequence[int]) -> None:
@@ -110,7 +114,6 @@ class Transformer:
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
         self._embed_norm = parts.norm("embed_norm") if spec.embed_norm else None
         self._norm = parts.norm("norm") if spec.final_norm else None
-        self._head = parts.linear("embed" if spec.tied else "head")
 
     def _recurrent_mixers(self) -> list[RecurrentMixer]:
         return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, RecurrentLayer)]
@@ -143,12 +146,17 @@ class Transformer:
     def device_obstacle(self) -> str | None:
         """Return why the device cannot run whole rounds of this model; None if it can.
 
-        Recurrent layers without kernels run token by token, in more launches than a graph has.
+        Without Triton's kernels recurrent layers run token by token, in more launches than a graph has.
         """
-        if self.has_experts:
+        if self.device.type != "cuda":
+            return None
+        if self.has_experts and not self.steps.groups_rows:
             return "the experts that a router chose are read on the host"
-        has_kernels = self.device.type != "cuda" or all(map(self.steps.has_kernel, self._recurrent_mixers()))
-        return None if has_kernels else "recurrent layers of this kind have no GPU kernels"
+        if self.adapters is not None and not self.steps.groups_rows:
+            return "adapters differ from row to row"
+        if self._recurrent_mixers() and not self.steps.groups_rows:
+            return "recurrent layers run token by token"
+        return None
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()

@@ -1,11 +1,6 @@
 // Shows the answers of one request side by side, as their tokens arrive.
 
-function element(name, className, content = "") {
-  const made = document.createElement(name);
-  made.className = className;
-  made.textContent = content;
-  return made;
-}
+import { element } from "./dom.js";
 
 function number(value, digits) {
   return value === null || value === undefined ? "–" : value.toFixed(digits);
@@ -27,7 +22,7 @@ class Answer {
     this.bar.setAttribute("aria-hidden", "true");
     this.parts = Object.fromEntries(KINDS.map((kind) => [kind, this.bar.appendChild(element("i", kind))]));
     this.figures = element("dl", "figures");
-    const head = element("header", "");
+    const head = element("header");
     head.append(element("h2", "", `Answer ${index + 1}`), this.state);
     this.box.append(head, this.text, this.bar, this.figures);
   }
@@ -47,7 +42,7 @@ class Answer {
   addThoughts(text) {
     if (!this.thoughts) {
       const box = element("details", "thoughts");
-      this.thoughts = element("p", "");
+      this.thoughts = element("p");
       box.append(element("summary", "", "Thoughts"), this.thoughts);
       this.text.before(box);
     }
@@ -57,7 +52,7 @@ class Answer {
   addToCall({ index, function: called }) {
     if (!this.calls[index]) {
       const box = element("div", "call");
-      this.calls[index] = element("code", "");
+      this.calls[index] = element("code");
       box.append(element("strong", "", called.name), this.calls[index]);
       this.bar.before(box);
     }
@@ -95,7 +90,7 @@ class Answer {
   }
 
   show(name, value) {
-    const pair = element("div", "");
+    const pair = element("div");
     pair.append(element("dt", "", name), element("dd", "", value));
     this.figures.append(pair);
   }

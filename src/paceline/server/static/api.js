@@ -45,6 +45,12 @@ export async function* watch(path, signal) {
   for await (const data of events(reply.body)) yield JSON.parse(data);
 }
 
+// What a person is told about a request that failed; nothing where they stopped it.
+export function explain(error) {
+  if (error.name === "AbortError") return "";
+  return error instanceof ApiError ? error.message : `the server cannot be reached (${error.message}); is it running?`;
+}
+
 async function checked(reply) {
   if (reply.ok) return reply;
   const text = await reply.text();

@@ -1,20 +1,14 @@
-// The server's state, its model and the charts of /stats/stream, four values a second.
+// The server's state, its models and the values of /stats/stream, four times a second.
 
 import { ApiError, get, watch } from "./api.js";
-import { Chart } from "./charts.js";
+import { byId } from "./dom.js";
 
 const RETRY = 1000; // milliseconds until the server is asked again
-const percent = (share) => `${Math.round(100 * share)} %`;
 
 export class Monitor {
-  // onState: called with "ready", "loading", "key", "gone", ... and a text to display.
-  constructor(parent, onState) {
-    this.onState = onState;
-    this.model = null;
-    this.batch = new Chart(parent, { id: "batch", title: "Batch, rows", top: 1 });
-    this.k = new Chart(parent, { id: "k", title: "Draft tokens per round, k", top: 4 });
-    this.acceptance = new Chart(parent, { id: "acceptance", title: "Acceptance", top: 1, show: percent });
-    this.pace = new Chart(parent, { id: "pace", title: "Tokens/s", top: 10, show: (value) => value.toFixed(0) });
+  // onModels: called once with the entries of /v1/models. onStats: called with each document of /stats.
+  constructor(onModels, onStats = () => {}) {
+    Object.assign(this, { onModels, onStats, models: [] });
   }
 
   async run() {
@@ -31,11 +25,11 @@ export class Monitor {
     document.addEventListener("visibilitychange", onChange);
     try {
       for await (const { status, stats } of watch("stats/stream", leaving.signal)) await this.take(status, stats);
-      this.onState("gone", "no connection");
+      showState("gone", "no connection");
     } catch (error) {
       if (error.name === "AbortError") return;
       const locked = error instanceof ApiError && error.status === 401;
-      this.onState(locked ? "key" : "gone", locked ? "needs an API key" : "no connection");
+      showState(locked ? "key" : "gone", locked ? "needs an API key" : "no connection");
     } finally {
       document.removeEventListener("visibilitychange", onChange);
     }
@@ -43,23 +37,23 @@ export class Monitor {
 
   async take(status, stats) {
     if (status !== "ready") {
-      this.onState(status === "stalled" ? "gone" : "loading", status);
+      showState(status === "stalled" ? "gone" : "loading", status);
       return;
     }
-    this.model ??= (await get("v1/models")).data[0];
-    this.show(stats);
-    this.onState("ready", "ready");
+    if (this.models.length === 0) this.takeModels((await get("v1/models")).data);
+    this.onStats(stats);
+    showState("ready", "ready");
   }
 
-  show(stats) {
-    const idle = stats.running === 0;
-    const waiting = stats.waiting ? `, ${stats.waiting} waiting` : "";
-    const length = stats.mean_acceptance_length;
-    this.batch.push(stats.running, `of ${stats.capacity}${waiting}`);
-    this.k.push(idle ? 0 : stats.num_speculative_tokens, idle ? "idle" : "in the last round");
-    const note = length === null ? "" : `mean acceptance length ${length.toFixed(2)}`;
-    this.acceptance.push(idle ? null : stats.acceptance_rate, note);
-    const used = idle || stats.utilisation === null ? "" : `, ${(100 * stats.utilisation).toFixed(1)} % of the peak`;
-    this.pace.push(stats.tokens_per_second, `all answers together${used}`);
+  takeModels(models) {
+    this.models = models;
+    byId("model").textContent = models[0].id;
+    this.onModels(models);
   }
+}
+
+function showState(state, words) {
+  byId("state").dataset.state = state;
+  if (byId("state").textContent !== words) byId("state").textContent = words;
+  if (state === "key") byId("key-field").hidden = false;
 }

@@ -1,0 +1,101 @@
+// The pool of threads without Python: many threads on few CPUs, shared items, a slow thread, sleep. Prints nothing if all
+// holds. tests/kernels/test_pool.py builds it as it is, without futexes, and under ThreadSanitizer.
+#include "pool.h"
+
+#include <sys/resource.h>
+
+#include <cstdio>
+#include <string>
+
+using namespace paceline;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+int problems = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("%s\n", what.c_str());
+  ++problems;
+}
+
+double since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+
+std::vector<Node> nodes(int count) {
+  std::vector<Node> all(static_cast<size_t>(count), Node{0, {}});
+  for (Node& node : all) node.cpus.add(0);
+  return all;
+}
+
+// Every item is computed once by any thread, then once by a certain one: without a lock, so that ThreadSanitizer sees a
+// barrier that lets a thread through.
+void share_items(int threads, int node_count, int phases) {
+  Pool pool(threads, nodes(node_count));
+  const int sizes[] = {1, 2, 3, 18, 48, 257};
+  std::vector<int> values(257, 0);
+  for (int job = 0; job < 3; ++job) {
+    in_parallel(pool, [&](int thread) {
+      for (int phase = 0; phase < phases; ++phase) {
+        const int items = sizes[phase % 6];
+        pool.share_out(items, thread, [&](Range chunk) {
+          for (int i = chunk.first; i < chunk.last; ++i) ++values[static_cast<size_t>(i)];
+        });
+        pool.meet();
+        const Share share(items, threads - 1 - thread, threads);
+        for (int i = share.first; i < share.last; ++i) ++values[static_cast<size_t>(i)];
+        pool.meet();
+      }
+    });
+  }
+  for (int i = 0; i < 257; ++i) {
+    int expected = 0;
+    for (int phase = 0; phase < phases; ++phase) expected += 6 * (i < sizes[phase % 6]);
+    if (values[static_cast<size_t>(i)] == expected) continue;
+    return expect(false, std::to_string(threads) + " threads on " + std::to_string(node_count) + " nodes: item " + std::to_string(i) + " was computed " +
+                             std::to_string(values[static_cast<size_t>(i)]) + " times, not " + std::to_string(expected));
+  }
+}
+
+// Seconds of 64 items of a millisecond on four threads, of which one takes 4 ms: as those that take chunks, or in equal
+// shares. They sleep, so that this needs no CPUs.
+double with_a_slow_thread(bool dynamic) {
+  Pool pool(4, {});
+  const auto work = [](int thread, Range items) {
+    std::this_thread::sleep_for(std::chrono::milliseconds((thread == 2 ? 4 : 1) * (items.last - items.first)));
+  };
+  const auto began = Clock::now();
+  in_parallel(pool, [&](int thread) {
+    if (dynamic) pool.share_out(64, thread, [&](Range chunk) { work(thread, chunk); });
+    else work(thread, Share(64, thread, 4));
+  });
+  return since(began);
+}
+
+// CPU seconds of `seconds` in which a pool of eight threads has nothing to do.
+double idle_cpu_seconds(double seconds) {
+  Pool pool(8, {});
+  in_parallel(pool, [](int) {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until all sleep
+  const auto used = [] {
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) + 1e-6 * static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+  };
+  const double before = used();
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  const double cpu = used() - before;
+  in_parallel(pool, [](int) {});  // sleepers wake
+  return cpu;
+}
+
+}  // namespace
+
+int main() {
+  for (const int threads : {1, 2, 3, 4, 8, 9, 16, 17, 33, 64}) share_items(threads, threads % 3, 6);
+  const double equal = with_a_slow_thread(false), dynamic = with_a_slow_thread(true);
+  expect(dynamic < 0.6 * equal, "with one slow thread: " + std::to_string(dynamic) + " s in chunks, " + std::to_string(equal) + " s in equal shares");
+  const double idle = idle_cpu_seconds(0.5);
+  expect(idle < 0.01, "an idle pool took " + std::to_string(idle) + " s of CPU in half a second");
+  return problems ? 1 : 0;
+}

@@ -1,0 +1,82 @@
+"""Weights on NUMA nodes: every page where the threads that read it are. The nodes are fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.cpus import Node, usable_cpus
+from paceline.kernels import build, native
+
+SHIM = Path(__file__).with_name("mbind.c")
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
+
+NODES = (Node(0, usable_cpus()[:1]), Node(2, usable_cpus()[-1:]))
+
+# Prints address, bytes and panels of every matrix, and whether a pass has the bits of one without nodes.
+PLACED = """
+import json, torch
+from kernels.test_numa import NODES
+from kernels.tools import cache_for, random_spec
+from paceline.core.nodes import Nodes
+from paceline.kernels import native
+from paceline.models.native.model import NativeModel
+
+torch.manual_seed(0)
+spec = random_spec(width=256, heads=4, kv_heads=2, head_dim=64, layers=2)
+tokens = Nodes(torch.arange(7), torch.zeros(7, dtype=torch.int64), torch.arange(7))
+
+def logits(model):
+    return model.logits(model.forward(tokens, cache_for(spec)).hidden)
+
+plain = logits(NativeModel(spec, "random", quantization="int8", threads=2))
+with native.kernel_threads(5, NODES):
+    model = NativeModel(spec, "random", quantization="int8")
+    same = torch.equal(logits(model), plain)
+packed = model.packed_decoder
+matrices = [packed.model.head]
+for layer in packed.model.layers[:packed.model.layer_count]:
+    matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
+print(json.dumps({"same": same, "nodes": [node.number for node in packed.nodes],
+                  "matrices": [[m.weights, -(-m.outputs // 32), m.inputs * 32] for m in matrices]}))
+"""
+
+
+def run(*, preload: str = "", bound: str = os.devnull) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": preload, "NODES_FILE": bound}
+    return subprocess.run([sys.executable, "-c", PLACED], env=env, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.skipif(build.compiler() is None or sys.platform != "linux", reason="needs a compiler, and Linux")
+def test_every_page_lies_with_the_threads_that_read_it(tmp_path: Path) -> None:
+    shim, bound = tmp_path / "mbind.so", tmp_path / "bound"
+    subprocess.run([build.compiler() or "", "-x", "c", "-shared", "-fPIC", SHIM, "-o", shim], check=True)
+    found = json.loads(run(preload=str(shim), bound=str(bound)).stdout)
+    assert found["same"]
+    assert found["nodes"] == [0, 2]
+    page = os.sysconf("SC_PAGESIZE")
+    node_of: dict[int, int] = {}
+    for line in bound.read_text().splitlines():
+        address, nbytes, node = map(int, line.split())
+        node_of |= dict.fromkeys(range(address, address + nbytes, page), node)
+    for weights, panels, panel_bytes in found["matrices"]:
+        boundary = weights + panels * 2 // 5 * panel_bytes  # of five threads, two are on the first node
+        for start in range(-(-weights // page) * page, (weights + panels * panel_bytes) // page * page, page):
+            if abs(start + page // 2 - boundary) >= page:  # a page in which both nodes read may lie with either
+                assert node_of[start] == (0 if start < boundary else 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.skipif(Path("/sys/devices/system/node/node2").exists(), reason="this machine has the node")
+def test_a_system_that_does_not_place_pages_is_told_and_changes_no_bits() -> None:
+    done = run()
+    found = json.loads(done.stdout)
+    assert found["same"]
+    assert found["nodes"] == []
+    assert done.stderr.count("weights are not placed on the NUMA nodes") == 1
+    assert "--cap-add SYS_NICE" in done.stderr
