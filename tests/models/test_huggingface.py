@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from covering import in_pairs
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, ragged_error, random_tokens, tiny
 from paceline.config import SamplingParams
-from paceline.errors import ModelFormatError
+from paceline.errors import ModelFormatError, ParameterError
 from paceline.llm import LLM
 from paceline.models.load.loading import eos_token_ids, load_model
 from paceline.models.torch.huggingface import HuggingFaceModel
@@ -126,6 +126,12 @@ def test_whole_texts_with_speculation_equal_plain_decoding(kind: str, drafter: s
     fast = LLM(theirs, drafter="ngram", num_speculative_tokens=3, **drafts, **options)
     for output, wanted in zip(fast.generate(prompts, params, use_tqdm=False), alone, strict=True):
         assert output.outputs[0].token_ids == wanted.token_ids
+
+
+def test_a_cache_of_tokens_has_no_other_precision() -> None:
+    theirs = tiny("bloom", WHOLE["bloom"][0])
+    with pytest.raises(ParameterError, match="whose cache holds tokens"):
+        LLM(theirs, dtype="float32", max_model_len=32, kv_cache_dtype="int8")
 
 
 class _Meddler(nn.Module):

@@ -28,6 +28,8 @@ def cache_dtype(model: AnyModel, config: EngineConfig) -> torch.dtype:
 
 def _allowed_instead(model: AnyModel, dtype: torch.dtype) -> str | None:
     """Return what is possible in place of this dtype, and why; None if it is possible."""
+    if getattr(model, "whole_texts", None) is not None:
+        return f"'auto' with {model.name}, whose cache holds tokens in place of keys and values"
     if dtype not in LARGEST:
         allowed = f"'auto' with {model.name} in float16, whose numbers bfloat16 would round"
         return allowed if model.dtype == torch.float16 else None
