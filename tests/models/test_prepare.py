@@ -116,6 +116,21 @@ def test_quantised_weights_replace_the_original_ones(
     assert made.weight_bytes() < before / fewer
 
 
+def test_float8_in_bfloat16_rounds_the_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with ``deterministic``, because the bits of torch's products depend on the number of rows."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from paceline.kernels.gpu.float8 import Float8Linear
+
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    made = in_triton("fp8", dtype=torch.bfloat16)
+    assert made.precision == "fp8 weights and activations, bfloat16"
+    kinds = {type(layer) for layer in made.linears()}
+    assert Float8Linear in kinds
+    fixed = in_triton("fp8", deterministic=True, dtype=torch.bfloat16)
+    assert Float8Linear not in {type(layer) for layer in fixed.linears()}
+    assert fixed.precision == "fp8 weights, bfloat16"
+
+
 def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     for capability, supported in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):

@@ -108,18 +108,25 @@ class TorchSteps:
 
 
 class TritonSteps:
-    """Triton: one launch per operation."""
+    """Triton: one launch per operation.
+
+    rounds: whether norms and gates are also rounded to float8, for products with float8 weights (``gpu.float8``).
+    """
+
+    def __init__(self, *, rounds: bool = False) -> None:
+        self.rounds = rounds
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         from paceline.kernels.gpu.elementwise import add_norm
 
-        return add_norm(x, added, norm)
+        return add_norm(x, added, norm, rounds=self.rounds)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         from paceline.kernels.gpu.elementwise import gate as by_triton
 
-        run = by_triton if activation in ACTIVATIONS else gate
-        return run(gate_up, activation)
+        if activation not in ACTIVATIONS:
+            return gate(gate_up, activation)
+        return by_triton(gate_up, activation, rounds=self.rounds)
 
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
