@@ -149,8 +149,8 @@ def test_on_cuda_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         module._in_triton(None, "toy", ModelOptions(torch.float32, CPU, deterministic=True))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_on_cuda_hybrids_have_quantised_weights_and_are_not_deterministic(
     quantization: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The product of a delta net's gates is torch's, whose bits depend on the batch."""
@@ -162,7 +162,7 @@ def test_on_cuda_hybrids_have_8_bit_weights_and_are_not_deterministic(
     if quantization is not None:
         before = model.weight_bytes()
         model = in_triton(quantization, source=tmp_path)
-        assert model.weight_bytes() < before / 2
+        assert model.weight_bytes() < before / (2 if quantization == "int8" else 1.6)  # inputs are filled up to 128
         options = {"rounds": "device", "attention": "padded", "num_speculative_tokens": 2}
         params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
         head = load_own_head(model, tmp_path)  # whose vocabulary is the target's, read anew
