@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.gpu.launch import require_triton
+from paceline.kernels.gpu.steps import TritonSteps
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.description.weights import slots
 from paceline.models.torch.linear import LinearFactory, dense
 from paceline.models.torch.transformer import Transformer
 
-WeightFormat = Literal["bf16", "int8", "fp8"]
-WEIGHT_BYTES: dict[WeightFormat, int] = {"bf16": 2, "int8": 1, "fp8": 1}
+WeightFormat = Literal["bf16", "int8", "fp8", "int4"]
+# Bytes of a weight; int4 has groups of 32 with a scale and a lowest value
+WEIGHT_BYTES: dict[WeightFormat, float] = {"bf16": 2, "int8": 1, "fp8": 1, "int4": 0.625}
 MOST_POSITIONS = 16384
 _HEAD_DIM = 128
 
@@ -141,10 +143,10 @@ class RandomWeights(Mapping[str, Tensor]):
         return tensor.normal_(std=shape[1] ** -0.5, generator=generator)
 
 
-def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
+def linear_factory(to: WeightFormat, dtype: torch.dtype, device: torch.device) -> LinearFactory:
     """The factory for weights in this format: torch's own product, or Triton's with tiles timed at first use.
 
-    Raises ParameterError if Triton's kernels cannot run on the device.
+    dtype: of the activations. Raises ParameterError if Triton's kernels cannot run on the device.
     """
     if to == "bf16":
         return dense
@@ -152,7 +154,8 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
     from paceline.kernels.gpu.linear import Linears
     from paceline.models.load.kept_tiles import kernel_seconds
 
-    return Linears(to, timer=kernel_seconds if device.type == "cuda" else None)
+    timer = kernel_seconds if device.type == "cuda" else None
+    return Linears(to, rounds_rows=to == "fp8" and dtype == torch.bfloat16, timer=timer)
 
 
 def random_model(
@@ -160,4 +163,8 @@ def random_model(
 ) -> Transformer:
     """A model with this config, its matrices in the format ``to``; raises like ``linear_factory``."""
     weights = RandomWeights(config, dtype, device)
-    return Transformer(config, weights, name, linear=linear_factory(to, device))
+    head = linear_factory("int8" if to == "int4" else to, dtype, device)
+    model = Transformer(config, weights, name, linear=linear_factory(to, dtype, device), head=head)
+    if to == "fp8" and dtype == torch.bfloat16 and isinstance(model.steps, TritonSteps):
+        model.steps = TritonSteps(rounds=True)
+    return model

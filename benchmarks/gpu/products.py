@@ -1,8 +1,8 @@
-"""Products of 8-bit matrices with many rows: the available methods, compared with the matrix in the activations' type.
+"""Products of 8-bit and 4-bit matrices: the available methods, compared with the matrix in the activations' type.
 
 Our tiles widen weights in registers; torch's product needs a widened matrix; ``torch._scaled_mm`` multiplies float8 by
-float8, so activations are quantised, too (W8A8: one scale per row). Several matrices take turns, so that each comes
-from memory as in a forward pass. The quantisation error is reported with the time.
+float8, so activations are rounded, too (W8A8: one scale per row), within the time or before it. Several matrices take
+turns, so that each comes from memory as in a forward pass. The quantisation error is reported with the time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from benchmarks.gpu.rehearsal import Place, Task, in_parallel, rehearse_products
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.kernels import pack
+from paceline.kernels.gpu.float8 import Float8Linear, RoundedRows, round_rows
 from paceline.kernels.gpu.graphs import Graphs
 from paceline.kernels.gpu.linear import (
     LARGEST_ROWS,
     Format,
-    KeptWeight,
     Linears,
-    Quantized,
     SmallRowLinear,
     quantise,
     widened_linear,
 )
 
-FP8 = torch.float8_e4m3fn
 _COLD_BYTES = 1 << 28  # weights that take turns: several times the L2 cache
 _MOST_MATRICES = 16
 
@@ -68,23 +67,32 @@ Way = Callable[[Tensor], Tensor]  # x [M, K] -> [M, N]
 Maker = Callable[[list[Tensor], Tensor], list[Way]]  # matrices [N, K] and rows [M, K] -> one way per matrix
 
 
-def scaled(x: Tensor, weight: KeptWeight) -> Tensor:
-    """float8 times float8: x is quantised to float8 with one scale per row, within the measured time."""
-    assert isinstance(weight, Quantized)
-    assert weight.scales is not None
-    scales = x.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(FP8).max
-    rounded = (x.float() / scales).to(FP8)
-    return torch._scaled_mm(rounded, weight.values.t(), scale_a=scales, scale_b=weight.scales[None], out_dtype=x.dtype)
-
-
 def dense(matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
     """Matrices unchanged."""
     return [partial(functional.linear, weight=matrix) for matrix in matrices]
 
 
 def float8(matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
-    """Weights and activations in float8."""
-    return [partial(scaled, weight=quantise(matrix, "fp8")) for matrix in matrices]
+    """Weights and activations in float8. The activations are rounded in each call, in one launch."""
+    return list(_float8_layers(matrices))
+
+
+def float8_product(matrices: list[Tensor], rows: Tensor) -> list[Way]:
+    """Weights and activations in float8, which the norm or the gate before has rounded already."""
+    values, scales = round_rows(rows)
+    known = RoundedRows.of(rows, values, scales)
+    return [partial(_on_rounded, layer, known) for layer in _float8_layers(matrices)]
+
+
+def _on_rounded(layer: Float8Linear, known: RoundedRows, _x: Tensor) -> Tensor:
+    return layer(known)
+
+
+def _float8_layers(matrices: list[Tensor]) -> Iterator[Float8Linear]:
+    for matrix in matrices:
+        weight = pack.quantise(matrix, "fp8")
+        assert isinstance(weight, pack.Float8Weight)
+        yield Float8Linear(weight.values, weight.scales)
 
 
 def widened(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:  # noqa: ARG001
@@ -103,10 +111,14 @@ def tiled(to: Format, matrices: list[Tensor], rows: Tensor) -> list[Way]:
 
 def makers(rows: int) -> dict[str, Maker]:
     """The methods by name."""
-    found: dict[str, Maker] = {"16 bits, torch": dense, "fp8 x fp8, torch": float8}
+    found: dict[str, Maker] = {
+        "16 bits, torch": dense,
+        "fp8 x fp8, torch": float8_product,
+        "fp8 x fp8, torch, with rounding": float8,
+    }
     if rows <= LARGEST_ROWS:
         found["16 bits, our tiles"] = partial(tiled, "same")
-    formats: tuple[Format, ...] = ("int8", "fp8")
+    formats: tuple[Format, ...] = ("int8", "fp8", "int4")
     for to in formats:
         found[f"{to}, widened"] = partial(widened, to)
         if rows <= LARGEST_ROWS:
@@ -169,7 +181,7 @@ def rehearsals(wanted: Sequence[Product], place: Place) -> list[Task]:
     """One task per matrix and format, for the rows of the first two cases of each matrix."""
     shapes = dict.fromkeys((case.outputs, case.inputs) for case in wanted)
     rows = row_tiles([case.rows for case in wanted[: 2 * len(shapes)]])
-    formats: tuple[WeightFormat, ...] = ("int8", "bf16", "fp8")
+    formats: tuple[WeightFormat, ...] = ("int8", "bf16", "fp8", "int4")
     return [partial(rehearse_products, shape, False, to, rows, place) for to in formats for shape in shapes]
 
 

@@ -19,8 +19,6 @@ import torch
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.models import Pair, WeightFormat, matrices
 
-from paceline.kernels.spec import LinearWeights
-
 Task = Callable[[], None]
 _MOST_WORKERS = 15
 
@@ -65,13 +63,13 @@ def rehearse_products(
     shape: tuple[int, int], biased: bool, to: WeightFormat, row_counts: Sequence[int], place: Place
 ) -> None:
     """Run every candidate tile for these numbers of rows."""
-    from paceline.kernels.gpu.linear import Linears
+    from paceline.kernels.gpu.linear import Linears, SmallRowLinear, quantise
 
     outputs, inputs = shape
     weight = torch.randn(shape, dtype=place.dtype, device=place.device)
     bias = torch.zeros(outputs, dtype=place.dtype, device=place.device) if biased else None
     linears = Linears("same" if to == "bf16" else to)
-    layer = linears(LinearWeights(weight, bias))
+    layer = SmallRowLinear(quantise(weight, linears.to), bias, linears)
     for rows in row_counts:
         x = torch.zeros(rows, inputs, dtype=place.dtype, device=place.device)
         for tile in linears.candidates(layer, x):

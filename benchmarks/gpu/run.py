@@ -30,7 +30,7 @@ Budget = Annotated[
 ]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small models and few cells: only a functional test.")]
 Pairs = Annotated[str | None, typer.Option("--pairs", help="Pairs of models, the most important first: a,b.")]
-Formats = Annotated[str | None, typer.Option("--formats", help="Of the weights: bf16,int8,fp8.")]
+Formats = Annotated[str | None, typer.Option("--formats", help="Of the weights: bf16,int8,fp8,int4.")]
 Rows = Annotated[str | None, typer.Option("--rows", help="1 to 64, the most important first: 8,1,32.")]
 Lengths = Annotated[
     str | None, typer.Option("--lengths", help="Draft tokens per round; 0 is always included, and first.")

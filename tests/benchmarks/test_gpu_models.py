@@ -60,7 +60,7 @@ def test_counted_matrices_are_those_of_the_forward_pass(pair: str) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("to", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("to", ["bf16", "int8", "fp8", "int4"])
 def test_random_models_compute_in_every_format(pair: str, to: WeightFormat) -> None:
     config = tiny(PAIRS[pair]).target
     model = random_model(config, pair, to, torch.float32, CPU)

@@ -133,6 +133,24 @@ def test_a_gpu_multiplies_with_the_codes_of_4_bits(name: str, checkpoints: dict)
     assert counts == ((3, 0) if error < 2e-3 else (0, 3))
 
 
+@pytest.mark.parametrize("name", [name for name in CONVERTERS if "float8" in name])
+def test_a_gpu_multiplies_with_float8_and_its_own_scales(name: str, checkpoints: dict) -> None:
+    """By row, by matrix, and by blocks of 128 inputs; smaller blocks are rounded."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from paceline.kernels.gpu.linear import Linears
+
+    path, theirs = checkpoints[name]
+    checkpoint, outcome = open_checkpoint(path), Outcome()
+    assert checkpoint is not None
+    shapes, readers = unread_matrices(checkpoint, torch.float32, torch.device("cpu"), outcome)
+    matrix, exact = "layers.1.down.weight", theirs.model.layers[1].mlp.down_proj.weight.detach()
+    x = torch.randn(3, exact.shape[1], generator=torch.Generator().manual_seed(0))
+    found = Linears("fp8")(LinearWeights(shapes[matrix], None, readers[matrix]))(x)
+    is_kept = name != "float8 in small blocks"
+    assert ((found - x @ exact.T).norm() < 1e-6 * found.norm()) == is_kept
+    assert (outcome.kept.total(), outcome.rounded.total()) == (int(is_kept), int(not is_kept))
+
+
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 @pytest.mark.parametrize(("name", "to"), [("GPTQ", "int4"), ("compressed-tensors W8A8", "int8")])
 def test_the_kernels_run_on_the_codes(name: str, to: str, checkpoints: dict, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ Take: TypeAlias = Callable[[int], Tensor]
 # Raise it whenever a checkpoint's packed bytes change, by rounding or by order: files of packed weights depend on it.
 LAYOUT_VERSION = 2
 INT4_GROUP = 32
+FLOAT8_GROUP = 128
 _AT_ONCE = 1 << 20  # weights rounded and packed at a time, so that intermediate results stay in the cache
 _AT_ONCE_ON_GPUS = 1 << 24  # the same where launches cost more than memory: 64 MiB in float32, a few times
 _LARGEST = {"int8": 127.0, "fp8": 448.0}  # numbers of the formats with one scale per output
@@ -70,7 +71,10 @@ class Fp4Weight:
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """weight = values * scales[:, None]; values float8 (e4m3) [outputs, inputs], scales float32."""
+    """weight = values * scales; values float8 (e4m3) [outputs, inputs].
+
+    scales: float32 [outputs], or [outputs, groups] of 128 inputs each.
+    """
 
     values: Tensor
     scales: Tensor
@@ -188,7 +192,10 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
     if isinstance(weight, Bf16Weight):
         return weight.values.float()
     if isinstance(weight, Int8Weight | Float8Weight):
-        return weight.values.float() * weight.scales[:, None]
+        scales = weight.scales.view(len(weight.values), -1)
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(FLOAT8_GROUP, 1)[:, :inputs]
+        return weight.values.float() * scales
     if isinstance(weight, Fp4Weight):
         return fp4_numbers(weight.values, weight.exponents.repeat_interleave(INT4_GROUP, 1))[:, :inputs]
     groups = weight.values.view(weight.values.shape[0], -1, weight.group).float()

@@ -277,7 +277,7 @@ def linears() -> dict[str, Used]:
                 found[key] = build(linear_kernel, constants, **options, **types)
         if weight != element:
             name = "pairs of int8" if weight == "*i16" else weight
-            shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "BLOCK": 1024}
+            shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "GROUP": 0, "BLOCK": 1024}
             found[f"widen {name} {element}"] = build(widen_kernel, shape, weight=weight, out=element)
     return found
 
@@ -334,12 +334,51 @@ def between() -> dict[str, Used]:
         for width in (4096, 8192)[FEW:]:
             for centred in (False, True):
                 shape = {"WIDTH": width, "BLOCK": width, "CENTRED": centred, "WEIGHTED": True, "BIASED": centred}
+                shape |= {"ROUNDS": False, "LARGEST": 448.0}
                 key = f"add_norm {element} W={width} centred={centred}"
                 found[key] = build(add_norm_kernel, shape, warps=warps_for(width), **types)
         for activation in (*ACTIVATIONS, "clamped_silu"):
-            shape = {"ACTIVATION": activation, "BLOCK": 1024}
+            shape = {"ACTIVATION": activation, "BLOCK": 1024, "ROUNDS": False, "LARGEST": 448.0}
             found[f"gate {element} {activation}"] = build(gate_kernel, shape, **types)
     return found
+
+
+def float8() -> dict[str, Used]:
+    """Activations that are rounded to float8: by the norm, by the gate of 12288 and 14336 numbers, and alone.
+
+    And products of weights with scales for 128 inputs.
+    """
+    from paceline.kernels.gpu.elementwise import add_norm_kernel, gate_kernel, gate_warps, warps_for
+    from paceline.kernels.gpu.float8 import LARGEST, round_rows_kernel
+    from paceline.kernels.gpu.linear import CANDIDATES, NO_GROUPS, linear_kernel, most_registers
+
+    if ARCH < 89:
+        return {}
+    types = dict.fromkeys(("x", "added", "weight", "bias", "total", "out", "gate_up"), "*bf16")
+    types["values"] = "*fp8e4nv"
+    shape = {"CENTRED": False, "WEIGHTED": True, "BIASED": False, "ROUNDS": True, "LARGEST": LARGEST}
+    found = {
+        f"add_norm in float8 W={width}": build(
+            add_norm_kernel, shape | {"WIDTH": width, "BLOCK": width}, warps=warps_for(width), **types
+        )
+        for width in (4096, 8192)[FEW:]
+    }
+    for block_m in () if FEW else (16, 64):
+        tile = CANDIDATES[0].fitted(block_m, 1, 2, LARGEST_SHARED[ARCH])
+        constants = NO_GROUPS | {
+            "GROUP": 128, "SCALED": False, "BIASED": False, "SPLIT": False, "WIDENING": "single", "MAJOR": ARCH // 10,
+            "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+        }  # fmt: skip
+        options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+        of_weights = types | {"weight": "*fp8e4nv"}
+        found[f"linear *fp8e4nv by 128 *bf16 rows={block_m}"] = build(linear_kernel, constants, **options, **of_weights)
+    block = 1 << 14
+    gate = {"ACTIVATION": "silu", "BLOCK": block, "ROUNDS": True, "LARGEST": LARGEST}
+    alone = {"BLOCK": 4096, "LARGEST": LARGEST}
+    return found | {
+        f"gate in float8 block={block}": build(gate_kernel, gate, warps=gate_warps(block), **types),
+        "round rows": build(round_rows_kernel, alone, warps=warps_for(4096), **types),
+    }
 
 
 def recurrent() -> dict[str, Used]:
@@ -447,6 +486,7 @@ FAMILIES = [
     between,
     recurrent,
     four_bits,
+    float8,
     experts,
     low_rank,
 ]

@@ -28,6 +28,7 @@ from paceline.kernels.gpu.linear import (
     Linears,
     LinearTile,
     Quantized,
+    kept,
     linear,
     paired,
     quantise,
@@ -35,6 +36,7 @@ from paceline.kernels.gpu.linear import (
     widen,
     widened_linear,
 )
+from paceline.kernels.pack import Float8Weight
 from paceline.kernels.spec import LinearWeights
 from paceline.models.torch.linear import Linear
 
@@ -49,8 +51,10 @@ CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 def linear_reference(x: torch.Tensor, weight: KeptWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Float32 sums, the scale last, or those of the dequantised 4-bit weights."""
-    if isinstance(weight, FourBitWeight):
-        return functional.linear(x.float(), weight.widened(), None if bias is None else bias.float()).to(x.dtype)
+    if isinstance(weight, FourBitWeight) or weight.group:
+        return functional.linear(x.float(), weight.widened(torch.float32), None if bias is None else bias.float()).to(
+            x.dtype
+        )
     sums = x.float() @ weight.unscaled(torch.float32).T
     sums = sums if weight.scales is None else sums * weight.scales
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
@@ -80,11 +84,14 @@ def test_the_kernel_equals_the_reference(to: str, data: st.DataObject) -> None:
     assert not tickets.any()
 
 
-FOUR_BITS = ["symmetric", "shifted", "fp4"]
+FOUR_BITS = ["symmetric", "shifted", "fp4", "float8"]
 
 
-def four_bits(kind: str, outputs: int, inputs: int, group: int) -> FourBitWeight:
-    """Random weights."""
+def grouped_weights(kind: str, outputs: int, inputs: int, group: int) -> KeptWeight:
+    """Random weights whose scales are of groups of inputs."""
+    if kind == "float8":
+        scales = torch.rand(outputs, -(-inputs // 128)) + 0.5
+        return kept(Float8Weight(torch.randn(outputs, inputs).to(torch.float8_e4m3fn), scales), inputs)
     if kind == "fp4":
         return pack(mxfp4(outputs, inputs), inputs)
     return pack(grouped(outputs, inputs, group, symmetric=kind == "symmetric"), inputs)
@@ -93,20 +100,21 @@ def four_bits(kind: str, outputs: int, inputs: int, group: int) -> FourBitWeight
 @pytest.mark.parametrize("kind", FOUR_BITS)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_the_kernel_multiplies_4_bit_weights_as_they_are(kind: str, data: st.DataObject) -> None:
+def test_the_kernel_multiplies_weights_in_groups_as_they_are(kind: str, data: st.DataObject) -> None:
     """In every grid, group and number of parts, and with widths that are no whole runs."""
     pick, dtype = data.draw, data.draw(st.sampled_from(DTYPES))
     group, rows, outputs = pick(st.sampled_from([32, 64, 128])), pick(st.integers(1, 40)), pick(st.integers(1, 70))
     inputs = pick(st.integers(1, 600 // group)) * group + pick(st.sampled_from([0, 0, -5]))
     inputs = max(32, inputs // 32 * 32) if kind == "fp4" else inputs
-    weight = four_bits(kind, outputs, inputs, group).to(torch.device(DEVICE))
+    weight = grouped_weights(kind, outputs, inputs, group)
     bias = torch.randn(outputs, device=DEVICE).to(dtype) if pick(st.booleans()) else None
     x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs].to(dtype)
     tile = LinearTile(outputs=16, inputs=128, parts=pick(st.sampled_from([1, 1, 2, 3])))
     tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
     found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
     torch.testing.assert_close(found, linear_reference(x, weight, bias), atol=CLOSE[dtype], rtol=CLOSE[dtype])
-    torch.testing.assert_close(widen_four_bit(weight, torch.float32), weight.widened(), atol=1e-6, rtol=0)
+    whole = widen_four_bit(weight, dtype) if isinstance(weight, FourBitWeight) else widen(weight, dtype, scaled=True)
+    torch.testing.assert_close(whole, weight.widened(dtype), atol=1e-6, rtol=2**-8)
     assert not tickets.any()
 
 

@@ -212,8 +212,8 @@ def grouped_kernel(
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_output, line = n < outputs, expert * outputs + n
         sums = tile_sums(
-            x + pair // SHARED * x_stride, there, weight, line, is_output, 0, inputs, inputs,
-            SCALED, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
+            x + pair // SHARED * x_stride, there, weight, line, is_output, scales, outputs, 0, inputs, inputs,
+            SCALED, 0, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
         )  # fmt: skip
         if SCALED:
             sums = sums * tl.load(scales + line, mask=is_output, other=0.0)[:, None]

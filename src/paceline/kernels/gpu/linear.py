@@ -25,6 +25,7 @@ from torch.nn import functional
 from paceline.errors import ParameterError
 from paceline.kernels import pack
 from paceline.kernels.gpu import four_bit
+from paceline.kernels.gpu.float8 import Float8Linear
 from paceline.kernels.gpu.four_bit import RUN, FourBitWeight
 from paceline.kernels.gpu.four_bit_kernels import constants_of, four_bit_sums, widen_four_bit
 from paceline.kernels.gpu.launch import capability, interpreted, multiprocessors, shared_memory
@@ -86,10 +87,13 @@ def tile_sums(
     weight: tl.tensor,
     line: tl.tensor,
     is_output: tl.tensor,
+    scales: tl.tensor,
+    outputs: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
     inputs: tl.tensor,
     SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -99,7 +103,8 @@ def tile_sums(
     """Return the products [BLOCK_N, BLOCK_M], float32, of lines of the weights and rows of x, from input start to stop.
 
     x_line: where the rows begin [BLOCK_M]. line: numbers of the weights' lines [BLOCK_N]. is_row, is_output: which of
-        them there are; the others give zeros. WIDENING, MAJOR: see ``linear_kernel``.
+        them there are; the others give zeros. GROUP, WIDENING, MAJOR: see ``linear_kernel``.
+    scales, outputs: read for groups of inputs alone; the caller applies a scale of a whole line.
     """
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if WIDENING == "single":
@@ -108,7 +113,12 @@ def tile_sums(
             k = first + tl.arange(0, BLOCK_K)
             w = tl.load(weight_line + k[None, :], mask=is_output[:, None] & (k < stop)[None, :], other=0.0)
             a = tl.load(x_line[None, :] + k[:, None], mask=is_row[None, :] & (k < stop)[:, None], other=0.0)
-            sums += tl.dot(w.to(a.dtype), a, input_precision="ieee")
+            product = tl.dot(w.to(a.dtype), a, input_precision="ieee")
+            if GROUP:
+                scale = tl.load(scales + first // GROUP * tl.cast(outputs, tl.int64) + line, mask=is_output, other=0.0)
+                sums += product * scale[:, None]
+            else:
+                sums += product
             if SCALED and MAJOR == 9:
                 sums = _finished(sums)
     else:
@@ -177,6 +187,7 @@ def linear_kernel(
 
     SPLIT: whether there are several parts.
     GRID, GROUP, SHIFTED: of 4-bit weights, see ``four_bit_sums``; GRID is "" for others.
+    GROUP: inputs that share a scale, which is applied to the sum of a step; 0: scales are of whole outputs.
     WIDENING: "single" weights are loaded one by one; "pairs" of them (``paired``) are widened by Triton's own
         conversions, and pairs for "bf16" or "fp16" activations by the instructions above, with the same results.
     MAJOR: the GPU's compute capability, its first number; 0 in the interpreter. On two kinds Triton's code would
@@ -198,8 +209,8 @@ def linear_kernel(
         )  # fmt: skip
     else:
         sums = tile_sums(
-            x + m.to(tl.int64) * x_stride, m < rows, weight, n, n < outputs, start, stop, inputs,
-            SCALED, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
+            x + m.to(tl.int64) * x_stride, m < rows, weight, n, n < outputs, scales, outputs, start, stop, inputs,
+            SCALED, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
         )  # fmt: skip
 
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
@@ -291,9 +302,9 @@ Triton 3.9 compiles nothing but a trap for Blackwell."""
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantised weights: scales [N] float32, None for unchanged values; inputs: K.
+    """Quantised weights: scales float32 [N], or [G, N] of groups of inputs; None for unchanged values; inputs: K.
 
-    values: [N, K] float8 or unchanged; pairs of int8 (``paired``).
+    values: [N, K] float8 or unchanged; pairs of int8 (``paired``), whose scales have no groups.
     """
 
     values: Tensor
@@ -308,7 +319,13 @@ class Quantized:
     @property
     def kind(self) -> str:
         """Name of the format, for tables of tiles."""
-        return {torch.int16: "int8", _FP8: "fp8"}.get(self.values.dtype, "same")
+        groups = " in groups" if self.group else ""
+        return {torch.int16: "int8", _FP8: "fp8"}.get(self.values.dtype, "same") + groups
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale; 0: all."""
+        return pack.FLOAT8_GROUP if self.scales is not None and self.scales.dim() > 1 else 0
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in memory, the values first."""
@@ -333,7 +350,10 @@ class Quantized:
         """The dequantised weights [N, K]."""
         if self.scales is None:
             return self.values.to(dtype)
-        return (self.unscaled(torch.float32) * self.scales[:, None]).to(dtype)
+        scales = self.scales.view(-1, self.outputs).t()
+        if self.group:
+            scales = scales.repeat_interleave(self.group, 1)[:, : self.inputs]
+        return (self.unscaled(torch.float32) * scales).to(dtype)
 
 
 def paired(values: Tensor) -> Tensor:
@@ -368,7 +388,8 @@ def kept(weight: pack.Weight, inputs: int) -> KeptWeight:
     if isinstance(weight, pack.Int8Weight):
         return Quantized(paired(weight.values), weight.scales, inputs)
     if isinstance(weight, pack.Float8Weight):
-        return Quantized(weight.values, weight.scales, inputs)
+        scales = weight.scales if weight.scales.dim() == 1 else weight.scales.t().contiguous()
+        return Quantized(weight.values, scales, inputs)
     assert not isinstance(weight, pack.Bf16Weight), "they are kept as they are"
     return four_bit.pack(weight, inputs)
 
@@ -402,6 +423,7 @@ def linear(
     partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
     four = weight if isinstance(weight, FourBitWeight) else None
     tables = weight.scales, None if four is None else four.lows, bias
+    constants = {"GRID": "", "GROUP": weight.group, "SHIFTED": False} if four is None else constants_of(four)
     words = weight.tensors()[0]
     linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
         x,
@@ -415,13 +437,13 @@ def linear(
         weight.inputs,
         outputs,
         tile.parts,
-        SCALED=four is None and weight.scales is not None,
+        SCALED=weight.scales is not None and not weight.group,
         BIASED=bias is not None,
         SPLIT=tile.parts > 1,
         BLOCK_M=block_m,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
-        **NO_GROUPS if four is None else constants_of(four),
+        **constants,
         WIDENING=widening(words, x),
         MAJOR=capability(x.device)[0],
         num_warps=tile.warps,
@@ -444,12 +466,20 @@ def widen_kernel(
     inputs: tl.tensor,
     PAIRED: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (outputs, blocks of weights): the weights, times their scales if ``SCALED``, in out's type [N, K]."""
+    """Grid (outputs, blocks of weights): the weights, times their scales if ``SCALED``, in out's type [N, K].
+
+    GROUP: inputs that share a scale; 0: all.
+    """
     line = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    scale = tl.load(scales + line) if SCALED else 1.0
+    scale = 1.0
+    if GROUP:
+        scale = tl.load(scales + place // GROUP * tl.num_programs(0) + line, mask=place < inputs, other=0.0)
+    elif SCALED:
+        scale = tl.load(scales + line)
     if PAIRED:
         half = _GROUP // 2
         pairs = tl.cdiv(inputs, _GROUP) * half
@@ -469,8 +499,8 @@ def widen(weight: Quantized, dtype: torch.dtype, *, scaled: bool) -> Tensor:
     assert scales is not None, "16-bit weights need no widening"
     out = torch.empty((len(values), weight.inputs), dtype=dtype, device=values.device)
     grid = len(values), triton.cdiv(values.shape[1], _WIDEN_BLOCK)
-    is_paired = values.dtype == torch.int16
-    widen_kernel[grid](values, scales, out, weight.inputs, PAIRED=is_paired, SCALED=scaled, BLOCK=_WIDEN_BLOCK)
+    kind = {"PAIRED": values.dtype == torch.int16, "SCALED": scaled, "GROUP": weight.group if scaled else 0}
+    widen_kernel[grid](values, scales, out, weight.inputs, **kind, BLOCK=_WIDEN_BLOCK)
     return out
 
 
@@ -478,13 +508,13 @@ def widened_linear(x: Tensor, weight: KeptWeight, bias: Tensor | None) -> Tensor
     """The product by torch with the widened matrix, for many rows: five bytes of memory traffic per weight.
 
     8-bit numbers are exact in 16 bits, so the matrix is widened unscaled and the sums are scaled. In float16 such sums
-    may overflow, so there the matrix is scaled. 4-bit weights have several scales, so the matrix is scaled and rounded.
+    may overflow, so there the matrix is scaled. With several scales an output, the matrix is scaled and rounded.
     """
     if isinstance(weight, FourBitWeight):
         return functional.linear(x, widen_four_bit(weight, x.dtype), bias)
     if weight.scales is None:
         return functional.linear(x, weight.values, bias)
-    if x.dtype == torch.float16:
+    if x.dtype == torch.float16 or weight.group:
         return functional.linear(x, widen(weight, x.dtype, scaled=True), bias)
     sums = functional.linear(x, widen(weight, x.dtype, scaled=False))
     return sums.mul_(weight.scales) if bias is None else (sums * weight.scales + bias).to(x.dtype)
@@ -494,21 +524,27 @@ class Linears:
     """Makes linear layers (a ``LinearFactory``) whose weights are kept in ``to``, and chooses their tiles by shape.
 
     deterministic: tiles that do not depend on the number of rows, so that a row's bits do not depend on its neighbours.
+    rounds_rows: whether float8 weights are multiplied by activations in float8 (``Float8Linear``), where that fits.
     timer: times the candidates for a new shape at its first use, never inside a CUDA graph; None takes the first one
         whose product is right.
     tiles: the tiles chosen so far, by shape; ``models.load.kept_tiles`` fills it when a model is loaded.
     """
 
-    def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
-        self.to, self.deterministic, self._timer = to, deterministic, timer
+    def __init__(
+        self, to: Format, *, deterministic: bool = False, rounds_rows: bool = False, timer: Timer | None = None
+    ) -> None:
+        self.to, self.deterministic, self.rounds_rows, self._timer = to, deterministic, rounds_rows, timer
         self.row_tiles = FOUR_BIT_ROW_TILES if to == "int4" else ROW_TILES
         self.tiles: dict[Shape, LinearTile | None] = {}
 
-    def __call__(self, weights: LinearWeights) -> SmallRowLinear:
+    def __call__(self, weights: LinearWeights) -> SmallRowLinear | Float8Linear:
         inputs = weights.weight.shape[1]
         if self.to == "same":
             return SmallRowLinear(Quantized(weights.weight, None, inputs), weights.bias, self)
-        return SmallRowLinear(kept(weights.rounded(self.to), inputs), weights.bias, self)
+        rounded = weights.rounded(self.to)
+        if self.rounds_rows and isinstance(rounded, pack.Float8Weight) and Float8Linear.fits(rounded):
+            return Float8Linear(rounded.values, rounded.scales, weights.bias)
+        return SmallRowLinear(kept(rounded, inputs), weights.bias, self)
 
     def block_m(self, rows: int) -> int:
         """Rows of a program's tile."""
@@ -526,12 +562,12 @@ class Linears:
         if isinstance(layer.weight, FourBitWeight):
             fitted = [tile.of_runs(block_m, size, most) for tile in FOUR_BIT_CANDIDATES]
         else:
-            fitted = [
-                tile.fitted(block_m, size if layer.weight.scales is None else 1, size, most) for tile in CANDIDATES
-            ]
-        tiles = [split for tile in fitted for split in tile.split(outputs, inputs, x.device)]
+            bytes_each, step = size if layer.weight.scales is None else 1, layer.weight.group
+            tiles = [replace(tile, inputs=min(tile.inputs, step or tile.inputs)) for tile in CANDIDATES]
+            fitted = [tile.fitted(block_m, bytes_each, size, most) for tile in tiles]
+        split = [part for tile in fitted for part in tile.split(outputs, inputs, x.device)]
         widens = block_m == ROW_TILES[-1] and not self.deterministic
-        return [*dict.fromkeys(tiles), *([None] if widens else [])]
+        return [*dict.fromkeys(split), *([None] if widens else [])]
 
     def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
         """The tile for x's rows, checked once per shape, and measured if there is a timer. None: torch's own product.

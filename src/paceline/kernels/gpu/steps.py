@@ -130,20 +130,27 @@ class TorchSteps:
 
 
 class TritonSteps:
-    """Triton: one launch per operation."""
+    """Triton: one launch per operation.
+
+    rounds: whether norms and gates are also rounded to float8, for products with float8 weights (``gpu.float8``).
+    """
+
+    def __init__(self, *, rounds: bool = False) -> None:
+        self.rounds = rounds
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         from paceline.kernels.gpu.elementwise import add_norm
 
-        return add_norm(x, added, norm)
+        return add_norm(x, added, norm, rounds=self.rounds)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         from paceline.kernels.gpu.elementwise import gate
 
-        return gate(gate_up, activation)
+        return gate(gate_up, activation, rounds=self.rounds)
 
     def experts(self, x: Tensor, scores: Tensor, mixture: Mixture) -> Tensor:
-        return self._experts(x, scores, mixture, lambda inner: between(self, inner, mixture))
+        plain = TritonSteps()  # grouped products read no rounded rows
+        return self._experts(x, scores, mixture, lambda inner: between(plain, inner, mixture))
 
     @cached_property
     def _experts(self) -> GroupedProducts:

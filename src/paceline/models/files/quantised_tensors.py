@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.pack import INT4_GROUP, Coding, Int4Weight, Int8Weight, Weight, fp4_numbers, fp4_of, fp4_values
+from paceline.kernels.pack import (
+    FLOAT8_GROUP,
+    INT4_GROUP,
+    Coding,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+    fp4_numbers,
+    fp4_of,
+    fp4_values,
+)
 
 _ROWS_AT_ONCE = 1 << 20  # numbers of a matrix that are dequantised at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word
@@ -271,11 +282,27 @@ class ScaledTensor:
             destination[rows].copy_(values[rows].float() * of_rows.repeat_interleave(width, 1)[:, : self.shape[1]])
 
     def codes(self, to: Coding) -> Weight | None:
-        """Return int8 numbers with one scale per row as they are; None for others."""
+        """Return int8 numbers with one scale per row as they are, and float8 ones that also have some per 128 inputs.
+
+        None for others.
+        """
+        if (to, self.stored_as) == ("fp8", "float8"):
+            return self._float8()
         if to != "int8" or self.stored_as != "int8" or self._block[1] != self.shape[1]:
             return None
         scales = self._scales().repeat_interleave(self._block[0], 0)[: self.shape[0], 0]
         return Int8Weight(self.parts.tensors["weight"].load(), scales.contiguous())
+
+    def _float8(self) -> Float8Weight | None:
+        height, width = self._block
+        by_row = self._scales().repeat_interleave(height, 0)[: self.shape[0]]
+        if width == self.shape[1]:
+            return Float8Weight(self.parts.tensors["weight"].load(), by_row[:, 0].contiguous())
+        if width % FLOAT8_GROUP:
+            return None
+        groups = -(-self.shape[1] // FLOAT8_GROUP)
+        by_group = by_row.repeat_interleave(width // FLOAT8_GROUP, 1)[:, :groups]
+        return Float8Weight(self.parts.tensors["weight"].load(), by_group.contiguous())
 
 
 class MXFP4Tensor:

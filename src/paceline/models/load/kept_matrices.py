@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import pack
-from paceline.kernels.pack import Coding, Format, Fp4Weight, Int4Weight, Weight
+from paceline.kernels.pack import Coding, Float8Weight, Format, Fp4Weight, Int4Weight, Weight
 from paceline.kernels.spec import ReadWeight
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble
@@ -64,7 +64,14 @@ def _codes(part: Placement, codings: Sequence[Coding]) -> Weight | None:
 
 def _stands_alone(codes: Weight) -> bool:
     """Whether rows of other codes, or of rounded numbers, cannot stand below these in one matrix."""
-    return isinstance(codes, Fp4Weight) or (isinstance(codes, Int4Weight) and codes.order is not None)
+    return _kind(codes) != "plain" or (isinstance(codes, Int4Weight) and codes.order is not None)
+
+
+def _kind(codes: Weight | None) -> str:
+    """Return what rounded numbers are not, or "plain"."""
+    if isinstance(codes, Fp4Weight):
+        return "fp4"
+    return "float8 in groups" if isinstance(codes, Float8Weight) and codes.scales.dim() > 1 else "plain"
 
 
 def _stack(one: Weight | None, other: Weight | None) -> bool:
@@ -72,7 +79,7 @@ def _stack(one: Weight | None, other: Weight | None) -> bool:
     orders = [part.order for part in (one, other) if isinstance(part, Int4Weight) and part.order is not None]
     if orders:
         return len(orders) == 2 and torch.equal(*orders)
-    return isinstance(one, Fp4Weight) == isinstance(other, Fp4Weight)
+    return _kind(one) == _kind(other)
 
 
 def unread_matrices(
@@ -93,4 +100,11 @@ def _reader(matrix: KeptMatrix) -> ReadWeight:
     shape = matrix.parts[0].slot.target_shape
     if len(shape) == 2:
         return matrix
-    return lambda to: pack.stack([matrix.of_expert(expert)(to) for expert in range(shape[0])])
+    return lambda to: pack.stack([_whole_lines(matrix.of_expert(expert)(to)) for expert in range(shape[0])])
+
+
+def _whole_lines(weight: Weight) -> Weight:
+    """Return a weight whose lines have one scale each, which grouped products read; others are rounded again."""
+    if not isinstance(weight, Float8Weight) or weight.scales.dim() == 1:
+        return weight
+    return pack.quantise(pack.dequantise(weight, weight.values.shape[1]), "fp8")

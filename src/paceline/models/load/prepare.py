@@ -15,6 +15,7 @@ from paceline.core.hardware import native_bfloat16
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.gpu.launch import has_fp8, require_triton
+from paceline.kernels.gpu.steps import TritonSteps
 from paceline.models.base import AnyModel, SharedModel
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec
@@ -147,7 +148,10 @@ def _in_triton(
         weights = checkpoint.tensors_on_demand(options.dtype, device)
         model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=of_all[0])
     else:
-        of_all = [Linears(to, deterministic=deterministic) for to in (quantization, HEAD_FORMATS[quantization])]
+        # torch's float8 kernels write bfloat16, and their bits depend on the number of rows
+        rounds_rows = quantization == "fp8" and options.dtype == torch.bfloat16 and not deterministic
+        formats = quantization, HEAD_FORMATS[quantization]
+        of_all = [Linears(to, deterministic=deterministic, rounds_rows=rounds_rows) for to in formats]
         model = _quantised(checkpoint, options, of_all, tell)
     if device.type == "cuda":
         _tune(model, of_all)
@@ -161,11 +165,18 @@ def _quantised(
 
     Loading takes the finished model and one matrix. of_all: makes the layers' matrices, and the output head.
     """
+    from paceline.kernels.gpu.linear import Linears
+
     outcome = Outcome(tell)
     weights, readers = unread_matrices(checkpoint, options.dtype, options.device, outcome)
     linear, head = of_all
-    model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=linear, head=head, readers=readers)
-    model.precision = f"{options.quantization} weights, {model.precision}"
+    experts = Linears(linear.to)  # their activations are not rounded
+    spec, name = checkpoint.spec, checkpoint.name
+    model = Transformer(spec, weights, name, linear=linear, head=head, experts=experts, readers=readers)
+    if linear.rounds_rows and isinstance(model.steps, TritonSteps):
+        model.steps = TritonSteps(rounds=True)
+    rounded = "weights and activations" if linear.rounds_rows else "weights"
+    model.precision = f"{options.quantization} {rounded}, {model.precision}"
     if text := str(outcome):
         log.info("weights of %s in %s: %s", Path(checkpoint.name).name, options.quantization, text)
     return model

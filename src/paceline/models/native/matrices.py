@@ -16,6 +16,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.errors import ModelFormatError
 from paceline.kernels import pack
 from paceline.kernels.pack import Coding, Format, Int4Weight, Weight
 from paceline.kernels.spec import NativeSpec
@@ -114,8 +115,10 @@ def codes_of(part: Placement, to: Coding) -> Weight | None:
     if not isinstance(stored, CodedTensor) or part.transposed or part.alternating:
         return None
     codes = stored.codes(to)
-    if isinstance(codes, pack.Int8Weight):
+    if isinstance(codes, pack.Int8Weight | pack.Float8Weight):
         check_finite(codes.scales, part.name)
+    if isinstance(codes, pack.Float8Weight) and bool((codes.values.view(torch.int8) & 127 == 127).any()):
+        raise ModelFormatError(f"{part.name} has values that are not finite")  # e4m3 has NaN only
     return codes if codes is None or part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
 
 

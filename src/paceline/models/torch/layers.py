@@ -49,8 +49,13 @@ class WeightSource:
         weights: Mapping[str, Tensor],
         linear: LinearFactory,
         readers: Mapping[str, ReadWeight] | None = None,
+        experts: LinearFactory | None = None,
     ) -> None:
-        """readers: read matrices in a format, by the names of weights, which then only give the shapes."""
+        """readers: read matrices in a format, by the names of weights, which then only give the shapes.
+
+        experts: factory of the matrices of experts; None: ``linear``.
+        """
+        self._experts = linear if experts is None else experts
         self._spec, self._weights, self._linear, self._readers = spec, weights, linear, readers or {}
         self.kept: list[Tensor] = []
 
@@ -103,7 +108,7 @@ class WeightSource:
         stored = self._stored(name)
         count, outputs, _ = stored.weight.shape
         bias = None if stored.bias is None else stored.bias.flatten()
-        linear = self._linear(LinearWeights(stored.weight.flatten(0, 1), bias, stored.read))
+        linear = self._experts(LinearWeights(stored.weight.flatten(0, 1), bias, stored.read))
         self.kept += linear.tensors()
         return ExpertMatrices(linear.weight, linear.bias, count, outputs)
 

@@ -65,7 +65,8 @@ class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
     weights: tensors by the names of ``description.weights.slots``, all of one dtype and on one device.
-    linear: factory of the linear layers of attention and MLP. head: of the output head; None: the same.
+    linear: factory of the linear layers of attention and MLP. head, experts: of the output head, and of
+        experts; None: the same.
     readers: read matrices, by name, when their layers are made; ``weights`` then only give their shapes.
     places: the cache's layer that each layer reads; None: as its description says.
     """
@@ -78,6 +79,7 @@ class Transformer:
         *,
         linear: LinearFactory = dense,
         head: LinearFactory | None = None,
+        experts: LinearFactory | None = None,
         readers: Mapping[str, ReadWeight] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class Transformer:
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``load.adapters``
-        parts = WeightSource(spec, weights, linear, readers)
+        parts = WeightSource(spec, weights, linear, readers, experts)
         self._build(parts, spec.places if places is None else places)
         self._head = parts.linear("embed" if spec.tied else "head", head)
         self._kept = tuple(parts.kept)
