@@ -102,7 +102,7 @@ def _piece(llm: LLM, tokens: list[int]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([tokens], device=model.device)
     hidden = decoder.forward(ids, ids.new_zeros(1), len(tokens))[0, :-1]
     own, top = [], []
-    for states, following in zip(hidden.split(PIECE), ids[0, 1:].split(PIECE), strict=True):
+    for states, following in zip(torch.split(hidden, PIECE), torch.split(ids[0, 1:], PIECE), strict=True):
         logits = decoder.logits(states)
         own.append(logits.log_softmax(dim=1).gather(1, following[:, None])[:, 0].cpu())
         top.append(logits.argmax(dim=1).cpu())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +19,7 @@ from paceline.errors import ParameterError
 if TYPE_CHECKING:
     from paceline.engine.plan import EnginePlan
 
-_PLANNED: Collection[str] = {
+_PLANNED = {
     "device", "dtype", "quantization", "kv_cache_dtype", "attention", "max_batch_size", "max_model_len",
     "prefill_chunk",
 }  # fmt: skip

@@ -338,7 +338,7 @@ class Quantized:
 
     def lines(self, lines: slice) -> Quantized:
         """The weights of some of the outputs."""
-        return Quantized(self.values[lines], None if self.scales is None else self.scales[lines], self.inputs)
+        return Quantized(self.values[lines], None if self.scales is None else self.scales[..., lines], self.inputs)
 
     def unscaled(self, dtype: torch.dtype) -> Tensor:
         """The quantised numbers [N, K]."""
