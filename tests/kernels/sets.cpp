@@ -220,16 +220,19 @@ void test_norm(const Kernels& kernels) {
   say(kernels, "norm", hash);
 }
 
-// Cached vectors of random numbers, with their scales if they are int8.
-void fill_cache(Random& random, CacheElement element, size_t dim, std::vector<uint8_t>& cache) {
+// Fills caches with random vectors of `dim` numbers, behind which lie their scales if they are int8.
+void fill_caches(Random& random, CacheElement element, size_t dim, std::vector<uint8_t>& keys, std::vector<uint8_t>& values) {
   const size_t bytes = static_cast<size_t>(bytes_of(element)), stride = dim + (element == kCacheInt8 ? sizeof(float) : 0);
-  for (size_t i = 0; i * bytes < cache.size(); ++i) {
-    const float x = random.uniform();
-    const uint16_t half = to_bf16(x);
-    const int8_t byte = static_cast<int8_t>(127.0f * x);
-    const void* from[] = {&x, &half, &byte};
-    std::memcpy(cache.data() + bytes * i, from[element], bytes);
-    if (i % stride == dim) std::memcpy(cache.data() + i, &x, sizeof x), i += sizeof x - 1;
+  for (size_t i = 0; i * bytes < keys.size(); ++i) {
+    const bool scale = i % stride == dim;
+    for (std::vector<uint8_t>* cache : {&keys, &values}) {
+      const float x = random.uniform();
+      const uint16_t half = to_bf16(x);
+      const int8_t byte = static_cast<int8_t>(127.0f * x);
+      const void* from[] = {&x, &half, &byte};
+      std::memcpy(cache->data() + bytes * i, scale ? &x : from[element], scale ? sizeof x : bytes);
+    }
+    if (scale) i += sizeof(float) - 1;
   }
 }
 
@@ -248,7 +251,7 @@ uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
   for (float& x : qkv) x = random.uniform();
   for (float& x : norm) x = random.uniform();
   for (size_t i = 0; i < cosine.size(); ++i) cosine[i] = random.uniform(), sine[i] = random.uniform();
-  for (std::vector<uint8_t>* cache : {&keys, &values}) fill_cache(random, element, dim, *cache);
+  fill_caches(random, element, dim, keys, values);
   std::vector<int64_t> positions;
   for (int i = 0; i < kCount; ++i) positions.push_back(kStart + i);
   Attention a = {};
@@ -271,7 +274,7 @@ uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
 void test_attention(const Kernels& kernels) {
   const uint64_t windowed = attend(kernels, kCacheBf16, 100);
   say(kernels, "attention", attend(kernels, kCacheBf16, 0) ^ attend(kernels, kCacheFloat32, 0) << 1 ^ windowed << 2);
-  say(kernels, "attention in int8", attend(kernels, kCacheInt8, 0) ^ attend(kernels, kCacheInt8, 100) << 1);
+  say(kernels, "attention-int8", attend(kernels, kCacheInt8, 0) ^ attend(kernels, kCacheInt8, 100) << 1);
 }
 
 // Five tokens of a slot, two of which may be rejected, after three that its last pass kept; in several cuts.

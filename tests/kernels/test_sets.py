@@ -18,6 +18,7 @@ SAME_EVERYWHERE = {
     "int4": "ae08a251835a06fe",
     "norm": "df764f23a0d86451",
     "attention": "b5acf0aebb7a7d8f",
+    "attention-int8": "c71c76903277e942",
     "recurrent": "d92334795afed7b7",
     "draw": "48ac90842efdba2f",
     "probabilities": "309a07509dbaea32",
