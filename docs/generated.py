@@ -216,7 +216,7 @@ def _columns(alike: list[Family]) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    yield "bf16, int8, fp8; graphs"
+    yield "bf16, int8, int4, fp8; graphs"
     try:
         ModelShard(0, 2).local(spec)
     except ParameterError:

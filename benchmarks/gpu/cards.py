@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,35 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig
 from paceline.engine.memory import GIB, FittedRows, fit_memory
 from paceline.errors import CapacityError
+from paceline.kernels.gpu.four_bit import FourBitWeight, Grid, empty
+from paceline.kernels.spec import LinearWeights
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weights import shapes
 from paceline.models.families import describe
-from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.linear import WeightedLinear, dense
 from paceline.models.torch.transformer import Transformer
 
 CARDS = (16, 24, 80)  # GiB
 TAKEN = 3 * GIB // 4  # bytes of a card for the driver, torch's libraries and a screen
-FORMATS = ("bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """4-bit weights of a file's kind: group of inputs, and whether groups have lowest values of their own."""
+
+    grid: Grid
+    group: int
+    shifted: bool
+
+
+FOUR_BITS: Mapping[str, Bits] = {
+    "int4: GGUF": Bits("int4", 32, True),  # Q4_K and Q4_1 as stored, the file's other types rounded
+    "int4: AWQ": Bits("int4", 128, True),
+    "int4: GPTQ": Bits("int4", 128, False),  # compressed-tensors W4A16, too; symmetric
+    "int4: MXFP4": Bits("fp4", 32, False),
+}
+FORMATS = ("bf16", "int8", *FOUR_BITS)
+"""Weights of the layers: the checkpoint's own in 16 bits, --quantization int8, and int4 with files of several kinds."""
 
 _ROTARY = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3: dict[str, Any] = {
@@ -63,32 +84,72 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
     },
+    "Qwen3-30B-A3B": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+    },
 }
 """The sizes in each model's config.json."""
 
 
 class Planned(Transformer):
-    """A model on device "meta": sizes without numbers."""
+    """A model on device "meta": sizes without numbers. to: of ``FORMATS``."""
 
-    def __init__(self, fields: Mapping[str, Any], linear: LinearFactory = Dense) -> None:
+    def __init__(self, fields: Mapping[str, Any], to: str) -> None:
         config = AutoConfig.for_model(**fields)
         spec = describe(config)
         assert isinstance(spec, DecoderSpec)
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in shapes(spec).items()}
-        super().__init__(spec, weights, str(fields["model_type"]), linear=linear)
+        from paceline.kernels.gpu.linear import Linears
+
+        self._to = to
+        head = None if to == "bf16" else Linears("int8")
+        super().__init__(spec, weights, str(fields["model_type"]), linear=self._linear, head=head)
+
+    def _linear(self, weights: LinearWeights) -> WeightedLinear:
+        from paceline.kernels.gpu.linear import Linears, SmallRowLinear
+
+        if self._to == "bf16":
+            return dense(weights)
+        if self._to == "int8":
+            return Linears("int8")(weights)
+        return SmallRowLinear(_four_bits(tuple(weights.weight.shape), self._to), weights.bias, Linears("int4"))
 
     def weight_bytes(self) -> int:
+        """Return the bytes of all weights: on "meta" no tensor has an address."""
         tensors = [*self._kept, *(tensor for linear in self.linears() for tensor in linear.tensors())]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
+def _four_bits(shape: tuple[int, ...], to: str) -> FourBitWeight:
+    bits = FOUR_BITS[to]
+    return empty(shape, bits.grid, bits.group, shifted=bits.shifted, device=torch.device("meta"))
+
+
 def planned(name: str, to: str) -> Planned:
     """Return a model by its name, in a format of ``FORMATS``."""
-    if to == "bf16":
-        return Planned(MODELS[name])
-    from paceline.kernels.gpu.linear import Linears
-
-    return Planned(MODELS[name], Linears("int8"))
+    return Planned(MODELS[name], to)
 
 
 def fitted(model: Planned, card: int, **options: Any) -> FittedRows | None:
@@ -110,6 +171,8 @@ def table() -> Iterator[str]:
     yield "| --- | ---: | ---: |" + " --- |" * len(CARDS)
     for name in MODELS:
         for to in FORMATS:
+            if (to == "int4: MXFP4") != (name == "gpt-oss-20b") and to in FOUR_BITS:
+                continue  # each is published in the others' files
             model = planned(name, to)
             one = fitted(model, 1000, max_batch_size=1)
             assert one is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.kernels.gpu.launch import require_triton
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.description.weights import slots
-from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.linear import LinearFactory, dense
 from paceline.models.torch.transformer import Transformer
 
 WeightFormat = Literal["bf16", "int8", "fp8"]
@@ -147,7 +147,7 @@ def linear_factory(to: WeightFormat, device: torch.device) -> LinearFactory:
     Raises ParameterError if Triton's kernels cannot run on the device.
     """
     if to == "bf16":
-        return Dense
+        return dense
     require_triton(device, "formats", to)
     from paceline.kernels.gpu.linear import Linears
     from paceline.models.load.kept_tiles import kernel_seconds

@@ -25,6 +25,7 @@ from paceline.kernels.gpu.graphs import Graphs
 from paceline.kernels.gpu.linear import (
     LARGEST_ROWS,
     Format,
+    KeptWeight,
     Linears,
     Quantized,
     SmallRowLinear,
@@ -67,8 +68,9 @@ Way = Callable[[Tensor], Tensor]  # x [M, K] -> [M, N]
 Maker = Callable[[list[Tensor], Tensor], list[Way]]  # matrices [N, K] and rows [M, K] -> one way per matrix
 
 
-def scaled(x: Tensor, weight: Quantized) -> Tensor:
+def scaled(x: Tensor, weight: KeptWeight) -> Tensor:
     """float8 times float8: x is quantised to float8 with one scale per row, within the measured time."""
+    assert isinstance(weight, Quantized)
     assert weight.scales is not None
     scales = x.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(FP8).max
     rounded = (x.float() / scales).to(FP8)

@@ -19,6 +19,8 @@ import torch
 from benchmarks.gpu.cells import Cell
 from benchmarks.gpu.models import Pair, WeightFormat, matrices
 
+from paceline.kernels.spec import LinearWeights
+
 Task = Callable[[], None]
 _MOST_WORKERS = 15
 
@@ -69,7 +71,7 @@ def rehearse_products(
     weight = torch.randn(shape, dtype=place.dtype, device=place.device)
     bias = torch.zeros(outputs, dtype=place.dtype, device=place.device) if biased else None
     linears = Linears("same" if to == "bf16" else to)
-    layer = linears(weight, bias)
+    layer = linears(LinearWeights(weight, bias))
     for rows in row_counts:
         x = torch.zeros(rows, inputs, dtype=place.dtype, device=place.device)
         for tile in linears.candidates(layer, x):

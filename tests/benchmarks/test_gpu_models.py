@@ -8,6 +8,7 @@ from benchmarks.gpu.floors import Ceiling, Weights, pass_work, round_floor, toke
 from benchmarks.gpu.models import PAIRS, RandomWeights, WeightFormat, matrices, matrix_parameters, random_model, tiny
 
 from paceline.kernels.attention import make_backend
+from paceline.kernels.spec import LinearWeights
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weights import slots
@@ -41,9 +42,9 @@ def test_counted_matrices_are_those_of_the_forward_pass(pair: str) -> None:
     multiplied: list[int] = []
 
     class Counting:
-        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-            self.weight, self.bias = weight, bias
-            multiplied.append(weight.numel())
+        def __init__(self, weights: LinearWeights) -> None:
+            self.weight, self.bias = weights.weight, weights.bias
+            multiplied.append(weights.weight.numel())
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             raise AssertionError

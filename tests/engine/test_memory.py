@@ -22,11 +22,18 @@ PLAIN = EngineConfig(drafter=None, num_speculative_tokens=0)
 def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> None:
     """16 rows of 4096 tokens are the default: less is chosen where they do not fit, and said."""
     pytest.importorskip("triton", reason="triton is not installed")
-    small, large, rounded = (
-        cards.planned(*each) for each in (("Qwen3-4B", "bf16"), ("Qwen3-8B", "bf16"), ("Qwen3-8B", "int8"))
-    )
+    kinds = (("Qwen3-4B", "bf16"), ("Qwen3-8B", "bf16"), ("Qwen3-8B", "int8"), ("Qwen3-8B", "int4: AWQ"))
+    small, large, rounded, awq = (cards.planned(*each) for each in kinds)
     assert rounded.weight_bytes() < 0.55 * large.weight_bytes()
-    for card, model, least in ((16, small, 10), (16, rounded, 8), (24, large, 10), (24, rounded, 16), (24, small, 16)):
+    assert awq.weight_bytes() < 0.36 * large.weight_bytes()
+    for card, model, least in (
+        (16, small, 10),
+        (16, rounded, 8),
+        (24, large, 10),
+        (24, rounded, 16),
+        (24, small, 16),
+        (16, awq, 14),
+    ):
         found = cards.fitted(model, card)
         assert found is not None
         assert (found.positions, found.rows >= least) == (4096, True)

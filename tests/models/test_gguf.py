@@ -86,6 +86,18 @@ def test_the_table_of_types_says_what_becomes_of_the_numbers(kind: GGMLQuantizat
         assert ((found - exact).abs() <= span * 2**-11).all()
 
 
+def test_a_gpu_keeps_the_codes_of_mxfp4() -> None:
+    """And no other type's as such; exponents of numbers beyond float32 are left to those who read numbers."""
+    tensor = stored(Kind.MXFP4)
+    codes = tensor.codes("fp4")
+    assert codes is not None
+    assert torch.equal(dequantise(codes, tensor.shape[1]), numbers(tensor))
+    rows = tensor.rows.copy()
+    rows[0, 0] = 253
+    assert PackedTensor(Kind.MXFP4, tensor.shape, rows).codes("fp4") is None
+    assert [kind for kind in READABLE if stored(kind).codes("fp4") is not None] == [Kind.MXFP4]
+
+
 def test_a_scale_beyond_float16_is_rounded_like_any_other_number() -> None:
     tensor = stored(Kind.Q4_0)
     rows = tensor.rows.copy()

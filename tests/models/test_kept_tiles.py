@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paceline.errors import ParameterError
 from paceline.kernels.gpu import linear
 from paceline.kernels.gpu.linear import CANDIDATES, ROW_TILES, Linears, SmallRowLinear
+from paceline.kernels.spec import LinearWeights
 from paceline.models.load.kept_tiles import VARIABLE, CachedTiles, tune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +40,7 @@ class Timer:
 def load(timer: Timer, seconds: float = 60.0) -> Linears:
     """Tune a model of three matrices, two of which have the same shape."""
     linears = Linears("int8")
-    layers = [linears(torch.ones(outputs, 32)) for outputs in (48, 48, 80)]
+    layers = [linears(LinearWeights(torch.ones(outputs, 32))) for outputs in (48, 48, 80)]
     assert all(isinstance(layer, SmallRowLinear) for layer in layers)
     tune(layers, linears, torch.float32, timer=timer, seconds=seconds)
     return linears
@@ -48,8 +49,8 @@ def load(timer: Timer, seconds: float = 60.0) -> Linears:
 def test_tiles_are_timed_once_per_shape_and_cached_for_the_next_load(kept: Path) -> None:
     timer = Timer()
     first = load(timer)
-    assert {(n, m) for n, _, m in first.tiles} == {(n, m) for n in (48, 80) for m in ROW_TILES}
-    assert first.tiles[48, 32, 16] == CANDIDATES[1]
+    assert {(n, m) for _, n, _, m in first.tiles} == {(n, m) for n in (48, 80) for m in ROW_TILES}
+    assert first.tiles["int8", 48, 32, 16] == CANDIDATES[1]
     calls = timer.calls
     assert load(timer).tiles == first.tiles
     assert timer.calls == calls > 0
@@ -61,7 +62,7 @@ def test_a_kept_tile_whose_product_is_wrong_here_is_not_used(kept: Path, monkeyp
     first = load(Timer()).tiles
     monkeypatch.setattr(linear, "_TOLERANCE", -1.0)  # any product is wrong
     assert set(load(Timer()).tiles.values()) == {None}
-    assert None not in {tile for (_, _, rows), tile in first.items() if rows <= 64}
+    assert None not in {tile for (*_, rows), tile in first.items() if rows <= 64}
 
 
 def test_shapes_that_one_load_has_no_time_for_are_timed_by_the_next(kept: Path) -> None:
@@ -71,7 +72,7 @@ def test_shapes_that_one_load_has_no_time_for_are_timed_by_the_next(kept: Path) 
     assert len(load(timer).tiles) == 2 * len(ROW_TILES)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '[[48, 32, 16, {"size": 1}]]', "{}" * 3, '"tiles"'])
+@pytest.mark.parametrize("text", ["", "[1]", '[["int8", 48, 32, 16, {"size": 1}]]', "{}" * 3, '"tiles"'])
 def test_an_unreadable_file_is_replaced_by_new_timings(kept: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
@@ -88,10 +89,10 @@ def test_unknown_tiles_are_never_run_and_tiles_of_other_models_stay(kept: Path) 
     expected = load(Timer()).tiles
     (path,) = kept.iterdir()
     lines = json.loads(path.read_text())
-    lines[0][3]["outputs"], lines[1][3]["parts"] = 1, 2**20
-    path.write_text(json.dumps([*lines, [7, 7, 16, None]]))
+    lines[0][4]["outputs"], lines[1][4]["parts"] = 1, 2**20
+    path.write_text(json.dumps([*lines, ["int8", 7, 7, 16, None]]))
     assert load(Timer()).tiles == expected
-    assert [7, 7, 16, None] in json.loads(path.read_text())
+    assert ["int8", 7, 7, 16, None] in json.loads(path.read_text())
 
 
 def test_other_gpus_and_formats_have_files_of_their_own() -> None:

@@ -21,11 +21,11 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
-from paceline.models.description import checkpoint as checkpoints
-from paceline.models.description import weights
+from paceline.models.load import kept_matrices
 from paceline.models.load import prepare as module
 from paceline.models.load.loading import open_checkpoint
 from paceline.models.load.prepare import ModelOptions, load, would_run_natively
+from paceline.models.native import matrices
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
 from recurrent_support import in_torch, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
@@ -54,7 +54,12 @@ def test_ragged_attention_runs_in_torch() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "deterministic", "precision"),
-    [("int8", False, "int8 weights, float32"), ("fp8", True, "fp8 weights, float32"), (None, True, "float32")],
+    [
+        ("int8", False, "int8 weights, float32"),
+        ("int4", True, "int4 weights, float32"),
+        ("fp8", True, "fp8 weights, float32"),
+        (None, True, "float32"),
+    ],
 )
 def test_on_cuda_the_linear_layers_are_tritons(
     quantization: Any, deterministic: bool, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -66,15 +71,17 @@ def test_on_cuda_the_linear_layers_are_tritons(
     made = in_triton(quantization, deterministic)
     assert made.precision == precision
     head = cast(SmallRowLinear, made._head)
-    assert head.weight.scales is None or quantization is not None
-    assert head._linears.deterministic == deterministic
+    assert head.weight.kind == {"fp8": "fp8", None: "same"}.get(quantization, "int8")
+    assert head.linears.deterministic == deterministic
     hidden = torch.randn(3, 32)
     expected = cast(Transformer, tiny_llama()).logits(hidden)
     torch.testing.assert_close(made.logits(hidden), expected, atol=0.3, rtol=0.1)
+    layer = cast(SmallRowLinear, made._blocks[0].attention.output)
+    assert layer.weight.kind.split()[0] == (quantization or "same")
 
 
-@pytest.mark.parametrize(("to", "fewer"), [("fp8", 2), ("int8", 1)])  # int8 inputs are filled up to 64
-def test_8_bit_weights_replace_the_original_ones(
+@pytest.mark.parametrize(("to", "fewer"), [("fp8", 2), ("int8", 1), ("int4", 1)])  # inputs are filled up to 64 or 128
+def test_quantised_weights_replace_the_original_ones(
     to: Any, fewer: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Matrix by matrix while they are read: loading needs the finished model and one matrix in 16 or 32 bits."""
@@ -87,23 +94,25 @@ def test_8_bit_weights_replace_the_original_ones(
         nonlocal live
         live -= size
 
-    def assemble(placements: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    def numbers_of(part: Any) -> torch.Tensor:
         nonlocal live, most
-        tensors = weights.assemble(placements, dtype, device)
-        for tensor in tensors.values():
-            live += tensor.nbytes
-            weakref.finalize(tensor, freed, tensor.nbytes)
+        numbers = matrices.numbers_of(part)
+        live += numbers.nbytes
+        weakref.finalize(numbers, freed, numbers.nbytes)
         most = max(most, live)
-        return tensors
+        return numbers
 
-    monkeypatch.setattr(checkpoints, "assemble", assemble)
-    made = in_triton(to, source=tmp_path)
-    kept = sum(tensor.nbytes for tensor in made._kept)
-    assert live == kept
-    assert kept < most <= kept + 4 * 32 * 96  # gate and up of a layer, the largest matrix
+    monkeypatch.setattr(kept_matrices, "numbers_of", numbers_of)
+    shares: list[float] = []
+    options = ModelOptions(torch.float32, CPU, "auto", to)
+    made = module._in_triton(open_checkpoint(tmp_path), "the model", options, shares.append)
+    assert live == 0
+    assert 0 < most <= 4 * 32 * 96  # gate and up of a layer, the largest matrix
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
     layers = [getattr(owner, name).weight for owner, name in made._linears()]
     others = sum(tensor.nbytes for tensor in made._kept)
-    assert made.weight_bytes() == sum(layer.values.nbytes + layer.scales.nbytes for layer in layers) + others
+    assert made.weight_bytes() == sum(tensor.nbytes for layer in layers for tensor in layer.tensors()) + others
     assert made.weight_bytes() < before / fewer
 
 
@@ -119,10 +128,8 @@ def test_fp8_is_refused_if_the_device_does_not_support_it(monkeypatch: pytest.Mo
         in_triton("fp8")
 
 
-def test_on_cuda_4_bits_and_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "require_triton", lambda *_: None)
-    with pytest.raises(ParameterError, match=r"quantization='int4'.*'int8' or 'fp8'"):
-        in_triton("int4")
     with pytest.raises(ParameterError, match=r"deterministic=True.*native family"):
         module._in_triton(None, "toy", ModelOptions(torch.float32, CPU, deterministic=True))
 

@@ -19,7 +19,9 @@ from model_support import NATIVE, Runner, packed, random_tokens, tiny
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, dequantise
+from paceline.kernels.spec import LinearWeights
 from paceline.models.files.quantised_tensors import MXFP4Tensor, Parts
+from paceline.models.load.kept_matrices import unread_matrices
 from paceline.models.load.loading import load_model, open_checkpoint
 from paceline.models.native.matrices import Outcome, StoredMatrix
 from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, write
@@ -105,6 +107,30 @@ def test_codes_are_kept_where_the_format_holds_them(name: str, to: Format, check
     else:
         assert not kept
         assert not torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_a_gpu_multiplies_with_the_codes_of_4_bits(name: str, checkpoints: dict) -> None:
+    """Those of MXFP4 and of GPTQ's activation order, too; also where several stored matrices are one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from paceline.kernels.gpu.linear import Linears
+
+    path, theirs = checkpoints[name]
+    checkpoint, outcome, mlp = open_checkpoint(path), Outcome(), theirs.model.layers[1].mlp
+    assert checkpoint is not None
+    shapes, readers = unread_matrices(checkpoint, torch.float32, torch.device("cpu"), outcome)
+    both, linears = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), Linears("int4")
+    for part, exact in (("layers.1.down", mlp.down_proj.weight), ("layers.1.gate_up", both)):
+        weights = LinearWeights(shapes[f"{part}.weight"], None, readers[f"{part}.weight"])
+        x = torch.randn(3, exact.shape[1], generator=torch.Generator().manual_seed(0))
+        expected = x @ exact.detach().T
+        error = (linears(weights)(x) - expected).norm() / expected.norm()
+        if EXACT.get(name) == "int4" or name in ("compressed-tensors MXFP4", "GPTQ by activation order"):
+            assert error < 1e-6
+        else:
+            assert (error < 2e-3) == (name in LOWS_ROUNDED)
+    counts = outcome.kept.total(), outcome.rounded.total()
+    assert counts == ((3, 0) if error < 2e-3 else (0, 3))
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")

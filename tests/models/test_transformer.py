@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from model_support import NATIVE, Runner, ragged_error, random_tokens, tiny
+from paceline.kernels.spec import LinearWeights
 from paceline.models.load.loading import load_model
-from paceline.models.torch.linear import Dense
+from paceline.models.torch.linear import Dense, dense
 from paceline.models.torch.transformer import Transformer
 
 TOLERANCE = 1e-3
@@ -75,9 +76,9 @@ def test_linear_layers_can_be_of_another_kind() -> None:
     ours, _ = _pair("llama with biases")
     made: list[torch.Size] = []
 
-    def factory(weight: torch.Tensor, bias: torch.Tensor | None) -> Dense:
-        made.append(weight.shape)
-        return Dense(weight, bias)
+    def factory(weights: LinearWeights) -> Dense:
+        made.append(weights.weight.shape)
+        return dense(weights)
 
     weights = {f"layers.{i}.{part}.weight": torch.zeros(1, 1) for i in range(3) for part in ("qkv", "o", "down")}
     weights |= {f"layers.{i}.gate_up.weight": torch.zeros(1, 1) for i in range(3)}

@@ -148,7 +148,7 @@ class EngineConfig:
     quantization: Annotated[
         QuantizationName | None,
         Help(
-            "Weights in fewer bits, quantised when the model loads: int8, int4 (CPU); int8, fp8 (CUDA).",
+            "Weights in fewer bits, kept or quantised when the model loads: int8, int4; fp8 (CUDA).",
             more="None leaves weights in ``dtype``.",
         ),
     ] = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from paceline.kernels.abi import INPUT_MULTIPLE, INT8_ZERO, PANEL, ROUTER_PANEL
 
-Format = Literal["int8", "bf16", "int4"]
+Format = Literal["int8", "bf16", "int4", "fp8"]  # the last is for GPUs
+Coding = Literal["int8", "bf16", "int4", "fp8", "fp4"]  # of stored codes: the formats, and MXFP4's numbers
 Take: TypeAlias = Callable[[int], Tensor]
 """Allocates a number of bytes; returns uint8."""
 
@@ -20,6 +21,8 @@ Take: TypeAlias = Callable[[int], Tensor]
 LAYOUT_VERSION = 2
 INT4_GROUP = 32
 _AT_ONCE = 1 << 20  # weights rounded and packed at a time, so that intermediate results stay in the cache
+_AT_ONCE_ON_GPUS = 1 << 24  # the same where launches cost more than memory: 64 MiB in float32, a few times
+_LARGEST = {"int8": 127.0, "fp8": 448.0}  # numbers of the formats with one scale per output
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,54 @@ class Int4Weight:
 
     scales and lows, float16, are [outputs, inputs / group]. A low need not be a multiple of its scale: so 4-bit groups
     of 32 from GGUF files (Q4_0, Q4_1, Q4_K) are taken unchanged; rounding them again would cost accuracy.
+
+    order: the input of the layer that each column is, int64 [inputs] (GPTQ's activation order); None: its own.
     """
 
     values: Tensor
     scales: Tensor
     lows: Tensor
     group: int
+    order: Tensor | None = None
 
 
-Weight = Int8Weight | Bf16Weight | Int4Weight
+@dataclass(frozen=True)
+class Fp4Weight:
+    """weight = FP4[values] * 2 ** (exponents - 127), by groups of 32 inputs (MXFP4); values uint8 [outputs, inputs].
+
+    exponents: uint8 [outputs, inputs / 32].
+    """
+
+    values: Tensor
+    exponents: Tensor
+
+
+@dataclass(frozen=True)
+class Float8Weight:
+    """weight = values * scales[:, None]; values float8 (e4m3) [outputs, inputs], scales float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of codes 0 to 7; those of 8 to 15 are their negatives
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+_MOST_E8M0 = 252  # exponent whose largest number, 6 * 2 ** 125, is a float32
+
+Weight = Int8Weight | Bf16Weight | Int4Weight | Fp4Weight | Float8Weight
+GroupedWeight = Int4Weight | Fp4Weight
+
+
+def fp4_of(values: Tensor, exponents: Tensor) -> Fp4Weight | None:
+    """The weight of codes and exponents; None if some of its numbers may not be finite."""
+    return None if bool((exponents > _MOST_E8M0).any()) else Fp4Weight(values, exponents)
+
+
+def fp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
+    """The numbers, float32, of codes and exponents (MXFP4), uint8 and of shapes that broadcast."""
+    table = torch.tensor([*FP4, *(-number for number in FP4)], device=codes.device)
+    numbers = torch.ldexp(table[codes.long()], exponents.int() - _E8M0_BIAS)
+    return numbers.masked_fill(exponents == _E8M0_NAN, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -76,23 +118,39 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def quantise(weight: Tensor, to: Format) -> Weight:
-    """Round a weight [outputs, inputs] to a format. int4: inputs are padded to whole groups."""
+def quantise(weight: Tensor, to: Format, device: torch.device | None = None) -> Weight:
+    """Round a weight [outputs, inputs] to a format. int4: inputs are padded to whole groups.
+
+    device: where it is rounded and stays, a few rows at a time; None: the weight's.
+    """
+    device = weight.device if device is None else device
     if to == "bf16":
-        return Bf16Weight(weight.to(torch.bfloat16))
-    parts = torch.split(weight, _rows_at_once(weight.shape[1]))
-    return stack([_int8(part.float()) if to == "int8" else _int4(part.float()) for part in parts])
+        return Bf16Weight(weight.to(device, torch.bfloat16))
+    by: dict[Format, Callable[[Tensor], Weight]] = {"int8": _int8, "int4": _int4, "fp8": _float8}
+    at_once = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPUS
+    parts = torch.split(weight, _rows_at_once(weight.shape[1], at_once))
+    return stack([by[to](part.to(device).float()) for part in parts])
 
 
-def _rows_at_once(inputs: int) -> int:
+def _rows_at_once(inputs: int, at_once: int = _AT_ONCE) -> int:
     """Rows of a matrix whose copies in float32 are small beside a large one: whole panels."""
-    return max(1, _AT_ONCE // (inputs * PANEL)) * PANEL
+    return max(1, at_once // (inputs * PANEL)) * PANEL
+
+
+def _scaled(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The weight over its scales [outputs], by which the largest amplitude of an output is ``largest``."""
+    scales = weight.abs().amax(dim=1).clamp(min=1e-30) / largest
+    return weight / scales[:, None], scales
 
 
 def _int8(weight: Tensor) -> Int8Weight:
-    scales = weight.abs().amax(dim=1).clamp(min=1e-30) / 127.0
-    values = (weight / scales[:, None]).round().clamp(-127, 127)
-    return Int8Weight(values.to(torch.int8), scales)
+    values, scales = _scaled(weight, _LARGEST["int8"])
+    return Int8Weight(values.round().clamp(-127, 127).to(torch.int8), scales)
+
+
+def _float8(weight: Tensor) -> Float8Weight:
+    values, scales = _scaled(weight, _LARGEST["fp8"])
+    return Float8Weight(values.to(torch.float8_e4m3fn), scales)
 
 
 def _int4(weight: Tensor) -> Int4Weight:
@@ -124,8 +182,10 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
     """The float32 matrix [outputs, inputs] of a quantised weight."""
     if isinstance(weight, Bf16Weight):
         return weight.values.float()
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, Int8Weight | Float8Weight):
         return weight.values.float() * weight.scales[:, None]
+    if isinstance(weight, Fp4Weight):
+        return fp4_numbers(weight.values, weight.exponents.repeat_interleave(INT4_GROUP, 1))[:, :inputs]
     groups = weight.values.view(weight.values.shape[0], -1, weight.group).float()
     return (groups * weight.scales[:, :, None].float() + weight.lows[:, :, None].float()).flatten(1)[:, :inputs]
 
@@ -143,21 +203,24 @@ def reorder_rows(weight: Weight, order: Callable[[Tensor], Tensor]) -> Weight:
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
-    """Stack the rows of weights in one format and, for int4, of one group size."""
+    """Stack the rows of weights in one format and, for int4, of one group size and one order of inputs."""
     return parts[0] if len(parts) == 1 else _by_rows(parts, torch.cat)
 
 
 def _by_rows(parts: Sequence[Weight], join: Callable[[list[Tensor]], Tensor]) -> Weight:
     """Apply ``join`` to the values, the scales and the lows of all parts, whose first dimension is the rows."""
     first = parts[0]
-    values = join([part.values for part in parts])
-    if isinstance(first, Bf16Weight):
-        return Bf16Weight(values)
-    scales = join([part.scales for part in parts if not isinstance(part, Bf16Weight)])
-    if isinstance(first, Int8Weight):
-        return Int8Weight(values, scales)
-    lows = join([part.lows for part in parts if isinstance(part, Int4Weight)])
-    return Int4Weight(values, scales, lows, first.group)
+    tables = {name for name, table in vars(first).items() if isinstance(table, Tensor)} - {"order"}
+    joined: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in tables}
+    return replace(first, **joined)
+
+
+def on(weight: Weight, device: torch.device | None) -> Weight:
+    """The weight on a device; None: where it is."""
+    tables: dict[str, Any] = {
+        name: table.to(device) for name, table in vars(weight).items() if isinstance(table, Tensor)
+    }
+    return replace(weight, **tables)
 
 
 def packed_bytes(outputs: int, inputs: int, to: Format, group: int = INT4_GROUP) -> int:
@@ -215,6 +278,7 @@ def _panels(weight: Weight, inputs: int) -> Tensor:
         return _by_panels((values.to(torch.int16) + INT8_ZERO).to(torch.uint8).view(torch.int32))
     if isinstance(weight, Bf16Weight):
         return _by_panels(values.view(torch.int32))
+    assert isinstance(weight, Int4Weight), "the others are for GPUs"
     return _pack_int4(values, weight, columns, inputs)
 
 

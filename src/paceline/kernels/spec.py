@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from paceline.core.cache import KVHeads
 from paceline.core.recurrent_state import StateShape
 from paceline.kernels.experts import Routing
 from paceline.kernels.pack import Format, Weight, quantise, reorder_rows
+
+ReadWeight: TypeAlias = Callable[[Format], Weight]
+"""Reads a matrix in a format."""
+
+
+class ReadMatrix(Protocol):
+    """Reads a matrix while it is packed."""
+
+    def __call__(self, to: Format) -> Weight: ...
+
+    def of_expert(self, expert: int) -> ReadMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,7 @@ class LinearWeights:
 
     weight: Tensor
     bias: Tensor | None = None
-    read: Callable[[Format], Weight] | None = None
+    read: ReadWeight | None = None
 
     def rounded(self, to: Format) -> Weight:
         """Return the weight in a format."""

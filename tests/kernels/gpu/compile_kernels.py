@@ -3,8 +3,7 @@
     TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
-does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
---only and the name of a family, its kernels, whose lines a table then gets anew.
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     shared = int(compiled.metadata.shared)
     assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
     registers, spilled, code = assembled(compiled.asm["ptx"])
+    assert "EXIT" in code, "the compiler has made nothing but a trap of it"
     assert (spoilt := overwritten_operands(code)) == [], f"written while a product may still read it: {spoilt}"
     return Used(registers, spilled, shared)
 
@@ -252,7 +252,7 @@ def shaping() -> dict[str, Used]:
 
 
 def linears() -> dict[str, Used]:
-    from paceline.kernels.gpu.linear import CANDIDATES, linear_kernel, most_registers, widen_kernel
+    from paceline.kernels.gpu.linear import CANDIDATES, NO_GROUPS, linear_kernel, most_registers, widen_kernel
 
     found = {}
     cases = [("*i16", "*bf16"), ("*fp8e4nv", "*bf16"), ("*bf16", "*bf16")]
@@ -267,7 +267,7 @@ def linears() -> dict[str, Used]:
                 constants = {
                     "SCALED": weight != element, "BIASED": False, "SPLIT": split,
                     "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-                    "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+                    "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10, **NO_GROUPS,
                 }  # fmt: skip
                 types = {"x": element, "out": element, "bias": element, "weight": weight}
                 name = "pairs of int8" if weight == "*i16" else weight
@@ -278,6 +278,35 @@ def linears() -> dict[str, Used]:
             name = "pairs of int8" if weight == "*i16" else weight
             shape = {"PAIRED": weight == "*i16", "SCALED": element == "*fp16", "BLOCK": 1024}
             found[f"widen {name} {element}"] = build(widen_kernel, shape, weight=weight, out=element)
+    return found
+
+
+def four_bits() -> dict[str, Used]:
+    """Products of 4-bit weights: kinds of weights (grid, group, lows), tiles, and rows of a tile."""
+    from paceline.kernels.gpu.four_bit_kernels import widen_four_bit_kernel
+    from paceline.kernels.gpu.linear import FOUR_BIT_CANDIDATES, linear_kernel, most_registers
+
+    kinds = [("int4", 32, True), ("int4", 128, False), ("fp4", 32, False)]
+    cases = [(kind, FOUR_BIT_CANDIDATES[0], "*bf16", rows) for kind in kinds for rows in (16, 64)]
+    cases += [(kinds[0], tile, "*bf16", 16) for tile in FOUR_BIT_CANDIDATES[1:]]
+    cases += [(kind, FOUR_BIT_CANDIDATES[0], "*fp16", 16) for kind in kinds]
+    found = {}
+    for (grid, group, shifted), candidate, element, block_m in [cases[0], cases[4]] if FEW else cases:
+        tile = candidate.of_runs(block_m, 2, LARGEST_SHARED[ARCH])
+        kind = {"GRID": grid, "GROUP": group, "SHIFTED": shifted}
+        constants = kind | {
+            "SCALED": False, "BIASED": False, "SPLIT": block_m == 16, "WIDENING": element[1:], "MAJOR": ARCH // 10,
+            "BLOCK_M": block_m, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
+        }  # fmt: skip
+        types = {"x": element, "out": element, "bias": element, "weight": "*i16", "lows": "*fp16"}
+        types["scales"] = "*u8" if grid == "fp4" else "*fp16"
+        options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+        name = f"{grid} by {group}{' with lows' * shifted}"
+        key = f"linear {name} {element} {candidate.outputs}x{candidate.stages} rows={block_m}"
+        found[key] = build(linear_kernel, constants, **options, **types)
+        if block_m == 16:
+            types = {name: types[name] for name in ("scales", "lows", "out")} | {"words": "*i16"}
+            found[f"widen {name} {element}"] = build(widen_four_bit_kernel, kind | {"BLOCK": 32}, **types)
     return found
 
 
@@ -354,7 +383,7 @@ ROUTINGS = {  # experts, used, sigmoid, corrected, groups, used groups
 
 def experts() -> dict[str, Used]:
     from paceline.kernels.gpu import experts as mixture
-    from paceline.kernels.gpu.linear import CANDIDATES, most_registers
+    from paceline.kernels.gpu.linear import CANDIDATES, FOUR_BIT_CANDIDATES, NO_GROUPS, most_registers
 
     found = {}
     types = {"scores": "*bf16", "correction": "*fp32", "factors": "*bf16", "weights": "*bf16", "chosen": "*i32"}
@@ -381,14 +410,27 @@ def experts() -> dict[str, Used]:
             constants = {
                 "SHARED": 8, "SCALED": weight != element, "BIASED": False, "BLOCK_M": block_m,
                 "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10, **NO_GROUPS,
             }  # fmt: skip
             options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
             name = "pairs of int8" if weight == "*i16" else weight
             found[f"grouped {name} {element} pairs={block_m}"] = build(
                 mixture.grouped_kernel, constants, **options, **types, x=element, out=element, bias=element,
-                weight=weight,
+                weight=weight, lows="*fp16",
             )  # fmt: skip
+    for grid, group, shifted in [("int4", 32, True), ("int4", 128, False), ("fp4", 32, False)][: 1 if FEW else None]:
+        for block_m in mixture.PAIR_TILES[:: 1 if FEW else 2][: 1 if FEW else None]:
+            tile = FOUR_BIT_CANDIDATES[0].of_runs(2 * block_m, 2, LARGEST_SHARED[ARCH])
+            constants = {
+                "SHARED": 8, "SCALED": False, "BIASED": False, "BLOCK_M": block_m, "BLOCK_N": tile.outputs,
+                "BLOCK_K": tile.inputs, "GRID": grid, "GROUP": group, "SHIFTED": shifted, "WIDENING": "bf16",
+                "MAJOR": ARCH // 10,
+            }  # fmt: skip
+            options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+            tables = {"weight": "*i16", "lows": "*fp16", "scales": "*u8" if grid == "fp4" else "*fp16"}
+            activations = dict.fromkeys(("x", "out", "bias"), "*bf16")
+            key = f"grouped {grid} by {group}{' with lows' * shifted} *bf16 pairs={block_m}"
+            found[key] = build(mixture.grouped_kernel, constants, **options, **types | tables | activations)
     return found
 
 
@@ -406,7 +448,20 @@ def low_rank() -> dict[str, Used]:
     return found
 
 
-FAMILIES = [attention, drawing, searching, accepting, shaping, linears, rotary, between, recurrent, experts, low_rank]
+FAMILIES = [
+    attention,
+    drawing,
+    searching,
+    accepting,
+    shaping,
+    linears,
+    rotary,
+    between,
+    recurrent,
+    four_bits,
+    experts,
+    low_rank,
+]
 HEAD = """# The kernels, and what they use
 
 Registers and bytes spilled are a thread's, bytes of shared memory a program's, as the assembler says them for each
@@ -423,27 +478,20 @@ A dash: the architecture has no instructions for the format (fp8 on sm_80).
 """
 
 
-def every_kernel(only: str | None) -> dict[str, Used]:
-    """Compile the kernels of all families, or of one."""
-    families = [family for family in FAMILIES if only in (None, family.__name__)]
-    return {name: used for family in families for name, used in family().items()}
+def every_kernel(families: Sequence[str]) -> dict[str, Used]:
+    chosen = [family for family in FAMILIES if not families or family.__name__ in families]
+    return {name: used for family in chosen for name, used in family().items()}
 
 
-def table(by_arch: dict[int, dict[str, Used]]) -> str:
-    """A Markdown table, one line per kernel, with the versions of the compiler."""
+def table(by_arch: dict[int, dict[str, Used]], others: Sequence[str] = ()) -> str:
+    """A Markdown table, one line per kernel, with the versions of the compiler. others: lines that stay as they are."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
+    lines += [line for line in others if line.split("`")[1] not in names]
     for name in names:
         cells = [shown(found.get(name)) for found in by_arch.values()]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return HEAD + f"Triton {triton.__version__}. Each cell: registers / spilled / shared.\n\n" + "\n".join(lines) + "\n"
-
-
-def with_lines(page: str, newer: str) -> str:
-    """The page with the newer table's lines in place of those of the same kernels, or behind all."""
-    lines = {line.split("`")[1]: line for line in newer.splitlines() if line.startswith("| `")}
-    kept = [lines.pop(line.split("`")[1], line) if line.startswith("| `") else line for line in page.splitlines()]
-    return "\n".join([*kept, *lines.values()]) + "\n"
 
 
 def shown(used: Used | None) -> str:
@@ -456,19 +504,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--few", action="store_true")
     size.add_argument("--all", action="store_true")
-    parser.add_argument("--only", choices=[family.__name__ for family in FAMILIES])
     parser.add_argument("--arch", default="90")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--families", default="", help="these functions' kernels; the table's other lines stay")
     asked = parser.parse_args(arguments)
     FEW, by_arch = asked.few, {}
+    families = [name for name in asked.families.split(",") if name]
     for ARCH in (int(arch) for arch in asked.arch.split(",")):
-        by_arch[ARCH] = every_kernel(asked.only)
+        by_arch[ARCH] = every_kernel(families)
         for name, used in by_arch[ARCH].items():
             print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
-    if asked.table and asked.only:
-        asked.table.write_text(with_lines(asked.table.read_text(), table(by_arch)))
-    elif asked.table:
-        asked.table.write_text(table(by_arch))
+    if asked.table:
+        before = asked.table.read_text().splitlines() if families else []
+        asked.table.write_text(table(by_arch, [line for line in before if line.startswith("| `")]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from paceline.kernels.gpu.rotary import turn_and_store
 from paceline.kernels.gpu.shape import shaped
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import TritonSteps
+from paceline.kernels.spec import LinearWeights
 
 HEADS, GROUPS, DIM, CACHE = 8, 4, 64, 2048
 WARM_UP = (1, 16, 32, 64, LARGEST_ROWS)  # a decode step, and prompts whose tiles are of the other sizes
@@ -67,7 +68,7 @@ def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length:
     x = torch.zeros(min(LARGEST_ROWS, rows * length), 256, dtype=torch.bfloat16)
     steps = TritonSteps()
     steps.gate(steps.add_norm(x, x, Norm(256, 1e-5, x[0]))[1], "silu")
-    linears(torch.zeros(128, 256, dtype=torch.bfloat16))(x)
+    linears(LinearWeights(torch.zeros(128, 256, dtype=torch.bfloat16)))(x)
 
 
 def finish_round(batch: Batch, k: int, *, independent: bool) -> None:
@@ -98,7 +99,7 @@ def main() -> None:
     triton.knobs.runtime.jit_cache_hook = note
     linear.is_right = lambda *_: True  # products are not computed
     rng = random.Random(1)
-    sides: list[tuple[Tiles, str, bool]] = [(Tiles(), "int8", False), (FIXED, "same", True)]
+    sides: list[tuple[Tiles, str, bool]] = [(Tiles(), "int8", False), (Tiles(), "int4", False), (FIXED, "same", True)]
     for tiles, to, deterministic in sides:
         attention, linears = RaggedAttention(tiles=tiles), Linears(to, deterministic=deterministic)  # type: ignore[arg-type]
         for length in WARM_UP:

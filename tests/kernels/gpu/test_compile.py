@@ -103,7 +103,8 @@ def test_in_16_and_8_bits_nothing_spills_but_a_few_tiles_of_unquantised_weights(
 
 
 def test_prompts_and_drafts_of_new_lengths_compile_nothing() -> None:
-    """Thirty prompts after a warm-up of five, with tiles by shape and with fixed ones; drafts of 0 to 16 tokens after
+    """Thirty prompts after a warm-up of five, with tiles by shape (8 and 4 bits) and with fixed ones;
+    drafts of 0 to 16 tokens after
     0, 1, 3, 7, 15 and 16.
     """
-    assert run("count_compilations.py").split() == ["0", "0", "0"]
+    assert run("count_compilations.py").split() == ["0"] * 4

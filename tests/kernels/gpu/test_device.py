@@ -28,7 +28,7 @@ from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, Rotary
 from paceline.models.description.weights import slots
-from paceline.models.torch.linear import Dense, LinearFactory
+from paceline.models.torch.linear import LinearFactory, dense
 from paceline.models.torch.transformer import Transformer
 from toy import answers
 
@@ -67,7 +67,7 @@ def weights_of(config: DecoderSpec, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def pair(
-    device: str, dtype: torch.dtype = torch.float32, linear: Callable[[], LinearFactory] = lambda: Dense
+    device: str, dtype: torch.dtype = torch.float32, linear: Callable[[], LinearFactory] = lambda: dense
 ) -> Models:
     """A target of 4 layers, and its own first layers as the draft model, which gives fair acceptance."""
     target, draft = small_llama(4), small_llama(3)
@@ -159,7 +159,7 @@ def test_greedy_rows_under_the_rejection_rule_equal_the_cpus(on_cpu: list[list[l
     assert found[::2] == on_cpu[::2], equal_lines(found[::2], on_cpu[::2])
 
 
-@pytest.mark.parametrize("to", ["same", "int8", "fp8"])
+@pytest.mark.parametrize("to", ["same", "int8", "int4", "fp8"])
 def test_bits_do_not_depend_on_the_batch_nor_on_speculation(to: Any) -> None:
     """64 prompts, 256 tokens each, bfloat16: with speculation, without, and a few of them alone."""
     models = pair(DEVICE, torch.bfloat16, lambda: Linears(to, deterministic=True))
@@ -173,8 +173,8 @@ def test_bits_do_not_depend_on_the_batch_nor_on_speculation(to: Any) -> None:
     assert run(alone, PROMPTS[:3], 256, temperatures) == plain[:3]
 
 
-@pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_graphs_with_8_bit_weights_give_what_eager_rounds_give(to: Any) -> None:
+@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
+def test_graphs_with_quantised_weights_give_what_eager_rounds_give(to: Any) -> None:
     models = pair(DEVICE, torch.bfloat16, lambda: Linears(to, deterministic=True))
     found = []
     for captures in (True, False):

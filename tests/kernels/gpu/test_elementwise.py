@@ -24,6 +24,7 @@ from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import ACTIVATIONS, TorchSteps, TritonSteps
+from paceline.kernels.spec import LinearWeights
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.load.loading import load_model
 from paceline.models.torch.transformer import Transformer
@@ -151,17 +152,17 @@ def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
-@pytest.mark.parametrize("weights", ["as they are", "int8"])
+@pytest.mark.parametrize("weights", ["same", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "new", "most"), [(1, 1, 10), (8, 8, 10), (150, 1, 9)])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_opt])
 def test_a_layer_takes_at_most_ten_kernels(
-    make: Any, rows: int, new: int, most: int, weights: str, monkeypatch: pytest.MonkeyPatch
+    make: Any, rows: int, new: int, most: int, weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nine if attention has one split; in a plain round and in one that verifies."""
-    model, linears = deepcopy(make()), Linears("int8")
-    for owner, name in model._linears() if weights == "int8" else ():
+    model, linears = deepcopy(make()), Linears(weights)
+    for owner, name in model._linears() if weights != "same" else ():
         dense = getattr(owner, name)
-        setattr(owner, name, linears(dense.weight, dense.bias))
+        setattr(owner, name, linears(LinearWeights(dense.weight, dense.bias)))
     found = kernels_of_a_layer(model, rows, new, monkeypatch)
     assert found["triton.attend_kernel"] == 1, found
     assert found["triton.join_kernel"] == (most == 10), found

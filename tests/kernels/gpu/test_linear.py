@@ -9,17 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from covering import in_pairs
+from kernels.gpu.four_bit_support import grouped, mxfp4
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from paceline.errors import ParameterError
 from paceline.kernels.gpu import linear as module
+from paceline.kernels.gpu.four_bit import FourBitWeight, pack
+from paceline.kernels.gpu.four_bit_kernels import widen_four_bit
 from paceline.kernels.gpu.linear import (
     CANDIDATES,
     LARGEST_ROWS,
+    KeptWeight,
     Linears,
     LinearTile,
     Quantized,
@@ -30,6 +35,7 @@ from paceline.kernels.gpu.linear import (
     widen,
     widened_linear,
 )
+from paceline.kernels.spec import LinearWeights
 from paceline.models.torch.linear import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,8 +47,10 @@ if DEVICE == "cuda":  # the interpreter does not multiply bfloat16
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-def linear_reference(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
-    """Float32 sums, the scale last."""
+def linear_reference(x: torch.Tensor, weight: KeptWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Float32 sums, the scale last, or those of the dequantised 4-bit weights."""
+    if isinstance(weight, FourBitWeight):
+        return functional.linear(x.float(), weight.widened(), None if bias is None else bias.float()).to(x.dtype)
     sums = x.float() @ weight.unscaled(torch.float32).T
     sums = sums if weight.scales is None else sums * weight.scales
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
@@ -72,6 +80,36 @@ def test_the_kernel_equals_the_reference(to: str, data: st.DataObject) -> None:
     assert not tickets.any()
 
 
+FOUR_BITS = ["symmetric", "shifted", "fp4"]
+
+
+def four_bits(kind: str, outputs: int, inputs: int, group: int) -> FourBitWeight:
+    """Random weights."""
+    if kind == "fp4":
+        return pack(mxfp4(outputs, inputs), inputs)
+    return pack(grouped(outputs, inputs, group, symmetric=kind == "symmetric"), inputs)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_the_kernel_multiplies_4_bit_weights_as_they_are(kind: str, data: st.DataObject) -> None:
+    """In every grid, group and number of parts, and with widths that are no whole runs."""
+    pick, dtype = data.draw, data.draw(st.sampled_from(DTYPES))
+    group, rows, outputs = pick(st.sampled_from([32, 64, 128])), pick(st.integers(1, 40)), pick(st.integers(1, 70))
+    inputs = pick(st.integers(1, 600 // group)) * group + pick(st.sampled_from([0, 0, -5]))
+    inputs = max(32, inputs // 32 * 32) if kind == "fp4" else inputs
+    weight = four_bits(kind, outputs, inputs, group).to(torch.device(DEVICE))
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if pick(st.booleans()) else None
+    x = torch.randn(rows, inputs + 5, device=DEVICE)[:, :inputs].to(dtype)
+    tile = LinearTile(outputs=16, inputs=128, parts=pick(st.sampled_from([1, 1, 2, 3])))
+    tickets = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    found = linear(x, weight, bias, tile, tickets, block_m=pick(st.sampled_from([16, 32])))
+    torch.testing.assert_close(found, linear_reference(x, weight, bias), atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    torch.testing.assert_close(widen_four_bit(weight, torch.float32), weight.widened(), atol=1e-6, rtol=0)
+    assert not tickets.any()
+
+
 @pytest.mark.parametrize("inputs", [1, 32, 63, 64, 300])
 def test_pairs_hold_every_int8_number_in_its_place(inputs: int) -> None:
     values = torch.arange(7 * inputs).view(7, inputs).to(torch.int8)
@@ -95,20 +133,21 @@ def test_quantised_weights_are_as_close_as_their_format(to: str, error: float) -
     assert quantise(torch.zeros(2, 4), to).widened(torch.float32).tolist() == [[0.0] * 4] * 2  # type: ignore[arg-type]
 
 
-@in_pairs(to=FORMATS, rows=[1, 100, LARGEST_ROWS + 1], deterministic=[False, True])
+@in_pairs(to=[*FORMATS, "int4"], rows=[1, 100, LARGEST_ROWS + 1], deterministic=[False, True])
 def test_the_layer_takes_any_number_of_rows(to: str, rows: int, deterministic: bool) -> None:
     weight, bias = torch.randn(48, 32, device=DEVICE), torch.randn(48, device=DEVICE)
-    layer: Linear = Linears(to, deterministic=deterministic)(weight, bias)  # type: ignore[arg-type]
+    layer: Linear = Linears(to, deterministic=deterministic)(LinearWeights(weight, bias))  # type: ignore[arg-type]
     x = torch.randn(rows, 1, 32, device=DEVICE)
     expected = linear_reference(x[:, 0], quantise(weight, to), bias)  # type: ignore[arg-type]
     assert layer(x).shape == (rows, 1, 48)
     torch.testing.assert_close(layer(x)[:, 0], expected, atol=1e-4, rtol=1e-4)
-    assert layer.tensors()[0].nbytes == {"same": 4 * 48 * 32, "fp8": 48 * 32, "int8": 48 * 64}[to]  # a group has 64
+    assert layer.tensors()[0].nbytes == {"same": 4 * 48 * 32, "fp8": 48 * 32}.get(to, 48 * 64)  # 64 and 128 inputs
 
 
 @pytest.mark.usefixtures("ordered_products")
-def test_deterministic_rows_do_not_depend_on_their_neighbours() -> None:
-    layer = Linears("same", deterministic=True)(torch.randn(40, 1100, device=DEVICE))
+@pytest.mark.parametrize("to", ["same", "int4"])
+def test_deterministic_rows_do_not_depend_on_their_neighbours(to: Any) -> None:
+    layer = Linears(to, deterministic=True)(LinearWeights(torch.randn(40, 1100, device=DEVICE)))
     x = torch.randn(70, 1100, device=DEVICE)
     together = layer(x)
     for row in (0, 15, 16, 69):
@@ -124,7 +163,7 @@ def test_the_fastest_tile_is_measured_once_for_each_shape() -> None:
         return calls[-1]
 
     linears = Linears("int8", timer=timer)  # type: ignore[arg-type]
-    layer, x = linears(torch.randn(40, 32, device=DEVICE)), torch.randn(3, 32, device=DEVICE)
+    layer, x = linears(LinearWeights(torch.randn(40, 32, device=DEVICE))), torch.randn(3, 32, device=DEVICE)
     for rows in (x, x, x[:1]):
         layer(rows)
     assert len(calls) == 3
@@ -150,7 +189,7 @@ def test_tiles_of_rows_run_side_by_side_so_that_weights_are_fetched_once(
     deterministic: bool, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids = launches(monkeypatch)
-    layer = Linears("int8", deterministic=deterministic)(torch.randn(80, 32, device=DEVICE))
+    layer = Linears("int8", deterministic=deterministic)(LinearWeights(torch.randn(80, 32, device=DEVICE)))
     for _ in range(2):  # at first the tile is checked
         grids.clear()
         layer(torch.randn(150, 32, device=DEVICE))
@@ -161,7 +200,7 @@ def test_many_rows_of_fixed_order_are_one_launch_unless_its_inputs_are_cut(monke
     grids = launches(monkeypatch)
     linears = Linears("same", deterministic=True)
     for inputs in (32, 1100):
-        layer = linears(torch.randn(16, inputs, device=DEVICE))
+        layer = linears(LinearWeights(torch.randn(16, inputs, device=DEVICE)))
         checks = len(grids)
         linears.tile(layer, torch.empty(1, inputs, device=DEVICE))
         del grids[checks:]
@@ -242,16 +281,18 @@ def test_a_tile_whose_product_is_wrong_here_is_not_used(
     fixed = Linears("int8", deterministic=True)
     weight, x = torch.randn(40, 32, device=DEVICE), torch.randn(3, 32, device=DEVICE)
     for linears, rows in ((timed, 3), (untimed, 16), (fixed, 64)):
-        layer = linears(weight)
+        layer = linears(LinearWeights(weight))
         *wrong[:], last = linears.candidates(layer, x)
         assert linears.tile(layer, x) == last
         text = f"wrong products on this GPU and is not used ({rows} x 32 by 40, LinearTile("
         assert caplog.text.count(text) == 2
         linears.tiles.clear()
-    wrong += [*timed.candidates(timed(weight), x), *fixed.candidates(fixed(weight), x)]
-    assert timed.tile(timed(weight), x) is untimed.tile(untimed(weight), x) is None  # torch's own
+    wrong += [*timed.candidates(timed(LinearWeights(weight)), x), *fixed.candidates(fixed(LinearWeights(weight)), x)]
+    assert (
+        timed.tile(timed(LinearWeights(weight)), x) is untimed.tile(untimed(LinearWeights(weight)), x) is None
+    )  # torch's own
     with pytest.raises(ParameterError, match=r"deterministic=True.*False: every kernel"):
-        fixed.tile(fixed(weight), x)
+        fixed.tile(fixed(LinearWeights(weight)), x)
 
 
 def test_sums_of_float16_do_not_overflow_before_they_are_scaled() -> None:

@@ -237,7 +237,8 @@ def test_launches_do_not_depend_on_the_tokens_and_none_is_waited_for(
     mixer, found = MIXERS[name](), []
     for nodes in (1, 7):
         states = RecurrentStates(mixer.shape(1), 2, DEVICE)
-        part = RowsPass(states, *(torch.tensor(each) for each in ([0, 1], [4, 4], [nodes, nodes])), nodes, False)
+        slots, start, counts = (torch.tensor(each) for each in ([0, 1], [4, 4], [nodes, nodes]))
+        part = RowsPass(states, slots, start, counts, nodes, text=False)
         part.applied, part.certain  # noqa: B018 - common to all layers
         projected = normal(2 * nodes, width_of(mixer))
         gates = None if mixer.gates is None else normal(2 * nodes, mixer.shape(1).gates)

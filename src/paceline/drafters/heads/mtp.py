@@ -24,7 +24,7 @@ from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor, place
 from paceline.models.torch.layers import DecoderLayer, ForwardContext, WeightSource
-from paceline.models.torch.linear import Dense
+from paceline.models.torch.linear import dense
 
 
 class MtpHead(Head):
@@ -44,7 +44,7 @@ class MtpHead(Head):
         self.t2d = torch.ones(config.draft_vocab_size, dtype=torch.bool, device=self._device)
         for name, tensor in weights.items():
             self.register_buffer(name.replace(".", "_"), tensor)
-        spec, parts = config.decoder, WeightSource(config.decoder, weights, Dense)
+        spec, parts = config.decoder, WeightSource(config.decoder, weights, dense)
         rotary = spec.layers[0].attention.rotary
         self._fc = weights["mtp.fc.weight"]
         self._embedding_norm, self._hidden_norm = parts.norm("mtp.embedding_norm"), parts.norm("mtp.hidden_norm")

@@ -1,4 +1,4 @@
-"""Matrix products of a few tokens with 8-bit weights (W8A16), which are read once.
+"""Matrix products of a few tokens with 8-bit and 4-bit weights (W8A16, W4A16), which are read once.
 
 Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 (e4m3) with one scale per output; they
     are widened to the activations' type in registers, sums are float32. Two int8 weights lie in 16 bits (``paired``),
@@ -6,15 +6,15 @@ Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 
     because there are many outputs and few rows. With few outputs the inputs are split, too, to fill the GPU: the last
     program to arrive at a tile adds the parts in a fixed order, so the bits do not depend on the order of arrival. With
     many rows the tiles that read the same weights run side by side: the first one fetches them from memory, the others
-    from the L2 cache.
+    from the L2 cache. 4-bit weights have scales by groups of inputs (``four_bit``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -23,23 +23,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import ParameterError
+from paceline.kernels import pack
+from paceline.kernels.gpu import four_bit
+from paceline.kernels.gpu.four_bit import RUN, FourBitWeight
+from paceline.kernels.gpu.four_bit_kernels import constants_of, four_bit_sums, widen_four_bit
 from paceline.kernels.gpu.launch import capability, interpreted, multiprocessors, shared_memory
+from paceline.kernels.spec import LinearWeights
 
 log = logging.getLogger("paceline")
 
-Format = Literal["int8", "fp8", "same"]
+Format = Literal["int8", "int4", "fp8", "same"]
 LARGEST_ROWS = 256  # beyond it torch multiplies with the widened matrix: compute dominates, not memory traffic
 ROW_TILES = (16, 32, 64, 128)
+FOUR_BIT_ROW_TILES = ROW_TILES[:-1]  # more rows take several: registers hold no more sums
 FIXED_ROWS = 64  # rows per tile in deterministic mode, whatever the number of rows
 _FP8 = torch.float8_e4m3fn
 _FEWEST_INPUTS = 512  # smallest part when the inputs are split
 _PROGRAMS_EACH = (2, 1, 3)  # per multiprocessor; more parts than that cost more for their sums than they gain
+_MOST_SUMS = 1 << 12  # of a program with 4-bit weights, whose warps are four: a thread has 32, and as many of a group
 _MOST_WARPS = 8  # warps per program: with more, a thread may have half the registers
 _MOST_REGISTERS = 80  # per thread, of 255; with 96 the compiler spills on some architectures (docs/gpu-kernels.md)
 _LARGEST_STEP = 1 << 14  # inputs of all rows in a step with 8-bit weights; with more the compiler spills on sm_80
 _WIDEN_BLOCK = 1024  # stored weights per program of ``widen``
 _TOLERANCE = 0.05  # of ``is_right``: three roundings to bf16 explain 0.012; the known mistake exceeded the numbers
-_NUMBERS_AT_ONCE = 1 << 24  # of a matrix that is quantised: 64 MiB in float32, a few times
+NO_GROUPS: dict[str, Any] = {"GRID": "", "GROUP": 0, "SHIFTED": False}
 _GROUP = tl.constexpr(64)  # inputs: the 16 bits of a pair hold the weights of inputs i and i + 32 of a group
 
 # Each takes two pairs, [a, b] and [c, d] with a and c in the low bytes, and returns (a, c) and (b, d). The bits of a
@@ -144,6 +151,7 @@ def linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
+    lows: tl.tensor,
     bias: tl.tensor,
     partial: tl.tensor,
     tickets: tl.tensor,
@@ -159,12 +167,16 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GRID: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
     WIDENING: tl.constexpr,
     MAJOR: tl.constexpr,
 ) -> None:
     """Grid (row tiles, output tiles, parts of the inputs): out [M, N] = x [M, K] @ weight[N, K].T * scales + bias.
 
     SPLIT: whether there are several parts.
+    GRID, GROUP, SHIFTED: of 4-bit weights, see ``four_bit_sums``; GRID is "" for others.
     WIDENING: "single" weights are loaded one by one; "pairs" of them (``paired``) are widened by Triton's own
         conversions, and pairs for "bf16" or "fp16" activations by the instructions above, with the same results.
     MAJOR: the GPU's compute capability, its first number; 0 in the interpreter. On two kinds Triton's code would
@@ -179,10 +191,17 @@ def linear_kernel(
         share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), parts) * BLOCK_K
         start = part * share
         stop = tl.minimum(start + share, inputs)
-    sums = tile_sums(
-        x + m.to(tl.int64) * x_stride, m < rows, weight, n, n < outputs, start, stop, inputs,
-        SCALED, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
-    )  # fmt: skip
+    x_line = x + m.to(tl.int64) * x_stride
+    if GRID != "":
+        sums = four_bit_sums(
+            x_line[None, :], m < rows, weight, scales, lows, n, outputs, start, stop,
+            SHIFTED, GRID, GROUP, WIDENING, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        sums = tile_sums(
+            x_line, m < rows, weight, n, n < outputs, start, stop, inputs,
+            SCALED, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
+        )  # fmt: skip
 
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
     place = m.to(tl.int64)[None, :] * outputs + n[:, None]
@@ -223,13 +242,23 @@ class LinearTile:
         parts = dict.fromkeys(max(1, min(each * chip // tiles, most)) for each in _PROGRAMS_EACH)
         return [replace(self, parts=count) for count in parts]
 
-    def shared_bytes(self, block_m: int, weight: int, x: int) -> int:
+    def shared_bytes(self, block_m: int, weight: float, x: int) -> int:
         """Shared memory of a program in bytes; weight, x: bytes per weight and per input."""
-        return self.stages * self.inputs * (self.outputs * weight + block_m * x)
+        return self.stages * self.inputs * int(self.outputs * weight + block_m * x)
 
     def registers(self, block_m: int) -> int:
         """Registers of a thread for its part of the sums and of the widened weights, two of which share a register."""
         return self.outputs * (block_m + self.inputs // 2) // (32 * self.warps)
+
+    def of_runs(self, block_m: int, x: int, most: int) -> LinearTile:
+        """The tile for 4-bit weights, whose steps are runs, with the stages that ``most`` bytes hold; see ``fitted``.
+
+        Beside its sums a thread has those of a group, so many rows take fewer outputs.
+        """
+        tile = replace(self, inputs=RUN, outputs=min(self.outputs, _MOST_SUMS // block_m))
+        while tile.shared_bytes(block_m, 0.5, x) > most and tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        return tile
 
     def fitted(self, block_m: int, weight: int, x: int, most: int) -> LinearTile:
         """The tile with as many stages, and then inputs per step, as ``most`` bytes of shared memory hold, without
@@ -256,6 +285,9 @@ CANDIDATES = (  # the best of 33 for int8 on an H200: the second for at most 16 
     LinearTile(inputs=256),
     LinearTile(outputs=128, warps=8),
 )
+FOUR_BIT_CANDIDATES = (LinearTile(stages=4), LinearTile(stages=6), LinearTile(outputs=128, stages=4))
+"""Never timed: half the bytes in a step of 8-bit weights, so more steps on their way. Four warps, because with eight
+Triton 3.9 compiles nothing but a trap for Blackwell."""
 
 
 @dataclass(frozen=True)
@@ -270,13 +302,34 @@ class Quantized:
     inputs: int
 
     @property
+    def outputs(self) -> int:
+        """N."""
+        return len(self.values)
+
+    @property
+    def kind(self) -> str:
+        """Name of the format, for tables of tiles."""
+        return {torch.int16: "int8", _FP8: "fp8"}.get(self.values.dtype, "same")
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in memory, the values first."""
+        return (self.values,) if self.scales is None else (self.values, self.scales)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights and their scales."""
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
-    def lines(self, lines: slice) -> Quantized:
-        """The weights of some of the outputs."""
-        return Quantized(self.values[lines], None if self.scales is None else self.scales[lines], self.inputs)
+    def stacked(self, others: Sequence[Quantized]) -> Quantized:
+        """Stack the matrices of experts, one below the other."""
+        parts = [self, *others]
+        scales = [part.scales for part in parts if part.scales is not None]
+        return Quantized(torch.cat([part.values for part in parts]), torch.cat(scales) if scales else None, self.inputs)
+
+    def of_expert(self, expert: int, count: int) -> Quantized:
+        """The matrix of one of ``count`` experts."""
+        values = self.values.view(count, -1, self.values.shape[1])[expert]
+        return Quantized(values, None if self.scales is None else self.scales.view(count, -1)[expert], self.inputs)
 
     def unscaled(self, dtype: torch.dtype) -> Tensor:
         """The quantised numbers [N, K]."""
@@ -309,32 +362,32 @@ def unpaired(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def quantise(weight: Tensor, to: Format) -> Quantized:
-    """Quantise with one scale per output: the largest amplitude becomes the format's largest number.
+def quantise(weight: Tensor, to: Format) -> KeptWeight:
+    """Round a matrix [N, K] to a format: 8 bits with one scale per output, or 4 bits in groups of 32 inputs.
 
-    It takes the result's memory and ``_NUMBERS_AT_ONCE`` numbers in float32.
+    It takes the memory of twice the result, and of some rows in float32.
     """
-    outputs, inputs = weight.shape
-    if to == "same":
-        return Quantized(weight, None, inputs)
-    largest = 127.0 if to == "int8" else torch.finfo(_FP8).max
-    pairs = triton.cdiv(inputs, _GROUP.value) * _GROUP.value // 2
-    width, dtype = (pairs, torch.int16) if to == "int8" else (inputs, _FP8)
-    scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
-    values = torch.empty((outputs, width), dtype=dtype, device=weight.device)
-    lines = max(1, _NUMBERS_AT_ONCE // inputs)
-    pieces = (torch.split(table, lines) for table in (weight, scales, values))
-    for given, scale, quantised in zip(*pieces, strict=True):
-        wide = given.float()
-        scale.copy_(wide.abs().amax(1).clamp(min=1e-30) / largest)
-        wide = wide / scale[:, None]
-        quantised.copy_(paired(wide.round().to(torch.int8)) if to == "int8" else wide.to(_FP8))
-    return Quantized(values, scales, inputs)
+    inputs = weight.shape[1]
+    return Quantized(weight, None, inputs) if to == "same" else kept(pack.quantise(weight, to), inputs)
 
 
-def widening(weight: Tensor, x: Tensor) -> str:
-    """The kernel's WIDENING for these weights and activations."""
-    if weight.dtype != torch.int16:
+def kept(weight: pack.Weight, inputs: int) -> KeptWeight:
+    """Rounded weights as the kernel reads them. inputs: K, without what fills up groups."""
+    if isinstance(weight, pack.Int8Weight):
+        return Quantized(paired(weight.values), weight.scales, inputs)
+    if isinstance(weight, pack.Float8Weight):
+        return Quantized(weight.values, weight.scales, inputs)
+    assert not isinstance(weight, pack.Bf16Weight), "they are kept as they are"
+    return four_bit.pack(weight, inputs)
+
+
+KeptWeight = Quantized | FourBitWeight
+"""The weights that the kernel reads."""
+
+
+def widening(words: Tensor, x: Tensor) -> str:
+    """The kernel's WIDENING for weights in such words and activations x."""
+    if words.dtype != torch.int16:
         return "single"
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return "pairs" if interpreted() else names.get(x.dtype, "pairs")
@@ -346,42 +399,47 @@ def most_registers(major: int) -> int | None:
 
 
 def linear(
-    x: Tensor, weight: Quantized, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
+    x: Tensor, weight: KeptWeight, bias: Tensor | None, tile: LinearTile, tickets: Tensor, block_m: int
 ) -> Tensor:
-    """x [M, K] -> [M, N]. tickets: int32 zeros, one per tile of the result; they are zeros again afterwards."""
-    rows, inputs = x.shape
-    outputs, major = len(weight.values), capability(x.device)[0]
+    """x [M, K], in the order of the weights, -> [M, N].
+
+    tickets: int32 zeros, one per tile of the result; they are zeros again afterwards.
+    """
+    rows, outputs = len(x), weight.outputs
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     partial = out if tile.parts == 1 else torch.empty((tile.parts, rows, outputs), dtype=torch.float32, device=x.device)
+    four = weight if isinstance(weight, FourBitWeight) else None
+    tables = weight.scales, None if four is None else four.lows, bias
+    words = weight.tensors()[0]
     linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(outputs, tile.outputs), tile.parts)](
         x,
-        weight.values,
-        out if weight.scales is None else weight.scales,
-        out if bias is None else bias,
+        words,
+        *(out if table is None else table for table in tables),
         partial,
         tickets,
         out,
         rows,
         x.stride(0),
-        inputs,
+        weight.inputs,
         outputs,
         tile.parts,
-        SCALED=weight.scales is not None,
+        SCALED=four is None and weight.scales is not None,
         BIASED=bias is not None,
         SPLIT=tile.parts > 1,
         BLOCK_M=block_m,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
-        WIDENING=widening(weight.values, x),
-        MAJOR=major,
+        **NO_GROUPS if four is None else constants_of(four),
+        WIDENING=widening(words, x),
+        MAJOR=capability(x.device)[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=most_registers(major),
+        maxnreg=most_registers(capability(x.device)[0]),
     )
     return out
 
 
-Shape = tuple[int, int, int]  # outputs, inputs, rows of a tile
+Shape = tuple[str, int, int, int]  # kind of the weights, outputs, inputs, rows of a tile
 Timer = Callable[[Callable[[], object]], float]
 """Runs a call several times; returns the seconds of one."""
 
@@ -424,12 +482,14 @@ def widen(weight: Quantized, dtype: torch.dtype, *, scaled: bool) -> Tensor:
     return out
 
 
-def widened_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+def widened_linear(x: Tensor, weight: KeptWeight, bias: Tensor | None) -> Tensor:
     """The product by torch with the widened matrix, for many rows: five bytes of memory traffic per weight.
 
     8-bit numbers are exact in 16 bits, so the matrix is widened unscaled and the sums are scaled. In float16 such sums
-    may overflow, so there the matrix is scaled.
+    may overflow, so there the matrix is scaled. 4-bit weights have several scales, so the matrix is scaled and rounded.
     """
+    if isinstance(weight, FourBitWeight):
+        return functional.linear(x, widen_four_bit(weight, x.dtype), bias)
     if weight.scales is None:
         return functional.linear(x, weight.values, bias)
     if x.dtype == torch.float16:
@@ -449,27 +509,36 @@ class Linears:
 
     def __init__(self, to: Format, *, deterministic: bool = False, timer: Timer | None = None) -> None:
         self.to, self.deterministic, self._timer = to, deterministic, timer
+        self.row_tiles = FOUR_BIT_ROW_TILES if to == "int4" else ROW_TILES
         self.tiles: dict[Shape, LinearTile | None] = {}
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> SmallRowLinear:
-        return SmallRowLinear(quantise(weight, self.to), bias, self)
+    def __call__(self, weights: LinearWeights) -> SmallRowLinear:
+        inputs = weights.weight.shape[1]
+        if self.to == "same":
+            return SmallRowLinear(Quantized(weights.weight, None, inputs), weights.bias, self)
+        return SmallRowLinear(kept(weights.rounded(self.to), inputs), weights.bias, self)
 
     def block_m(self, rows: int) -> int:
         """Rows of a program's tile."""
-        return FIXED_ROWS if self.deterministic else next((m for m in ROW_TILES if rows <= m), ROW_TILES[-1])
+        tiles = self.row_tiles
+        return FIXED_ROWS if self.deterministic else next((m for m in tiles if rows <= m), tiles[-1])
 
     def shape(self, layer: SmallRowLinear, rows: int) -> Shape:
         """The key that a tile is chosen by."""
-        return len(layer.weight.values), layer.weight.inputs, self.block_m(rows)
+        return layer.weight.kind, layer.weight.outputs, layer.weight.inputs, self.block_m(rows)
 
     def candidates(self, layer: SmallRowLinear, x: Tensor) -> list[LinearTile | None]:
         """The tiles that may be the fastest for x's rows; None stands for torch's own product."""
-        outputs, inputs, block_m = self.shape(layer, x.shape[0])
-        bytes_each = x.element_size() if layer.weight.scales is None else 1
-        sizes = bytes_each, x.element_size(), shared_memory(x.device)
-        fitted = [tile.fitted(block_m, *sizes) for tile in CANDIDATES]
+        _, outputs, inputs, block_m = self.shape(layer, x.shape[0])
+        size, most = x.element_size(), shared_memory(x.device)
+        if isinstance(layer.weight, FourBitWeight):
+            fitted = [tile.of_runs(block_m, size, most) for tile in FOUR_BIT_CANDIDATES]
+        else:
+            fitted = [
+                tile.fitted(block_m, size if layer.weight.scales is None else 1, size, most) for tile in CANDIDATES
+            ]
         tiles = [split for tile in fitted for split in tile.split(outputs, inputs, x.device)]
-        widens = x.shape[0] > ROW_TILES[-2] and not self.deterministic
+        widens = block_m == ROW_TILES[-1] and not self.deterministic
         return [*dict.fromkeys(tiles), *([None] if widens else [])]
 
     def tile(self, layer: SmallRowLinear, x: Tensor) -> LinearTile | None:
@@ -510,12 +579,12 @@ class Linears:
 def _probe(x: Tensor, shape: Shape) -> Tensor:
     """Random activations like x, which itself may be of a broken prompt, for a whole tile of rows."""
     generator = torch.Generator(x.device).manual_seed(0)
-    return torch.randn(shape[2], shape[1], dtype=x.dtype, device=x.device, generator=generator)
+    return torch.randn(shape[3], shape[2], dtype=x.dtype, device=x.device, generator=generator)
 
 
 def is_right(layer: SmallRowLinear, x: Tensor, tile: LinearTile, expected: Tensor) -> bool:
     """Whether the tile's product of x [M, K] equals ``expected`` [M, N], torch's, but for rounding. Warns if not."""
-    shape = f"{x.shape[0]} x {x.shape[1]} by {len(layer.weight.values)}"
+    shape = f"{x.shape[0]} x {x.shape[1]} by {layer.weight.outputs}"
     return is_close(layer.run(x, tile), expected, f"{shape}, {tile}")
 
 
@@ -535,23 +604,25 @@ def is_close(product: Tensor, expected: Tensor, shape: str) -> bool:
 class SmallRowLinear:
     """A linear layer for few rows; implements ``models.torch.linear.Linear``."""
 
-    def __init__(self, weight: Quantized, bias: Tensor | None, linears: Linears) -> None:
-        self.weight, self.bias, self._linears = weight, bias, linears
-        tiles = triton.cdiv(weight.values.shape[0], min(tile.outputs for tile in CANDIDATES))
-        self._tickets = torch.zeros(tiles * (LARGEST_ROWS // 16), dtype=torch.int32, device=weight.values.device)
+    def __init__(self, weight: KeptWeight, bias: Tensor | None, linears: Linears) -> None:
+        self.weight, self.bias, self.linears = weight, bias, linears
+        tiles = triton.cdiv(weight.outputs, min(tile.outputs for tile in (*CANDIDATES, *FOUR_BIT_CANDIDATES)))
+        device = weight.tensors()[0].device
+        self._tickets = torch.zeros(tiles * (LARGEST_ROWS // 16), dtype=torch.int32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         lines = x.reshape(-1, x.shape[-1])
-        return self.run(lines, self._linears.tile(self, lines)).view(*x.shape[:-1], -1)
+        if isinstance(self.weight, FourBitWeight) and self.weight.order is not None:
+            lines = lines.index_select(1, self.weight.order)
+        return self.run(lines, self.linears.tile(self, lines)).view(*x.shape[:-1], -1)
 
     def run(self, x: Tensor, tile: LinearTile | None) -> Tensor:
-        """x [M, K] -> [M, N] with the given tile; None: by torch's own product."""
+        """x [M, K], in the order of the weights, -> [M, N] with the given tile; None: by torch's own product."""
         if tile is None:
             return widened_linear(x, self.weight, self.bias)
         if tile.parts == 1 or x.shape[0] <= LARGEST_ROWS:  # splitting the inputs of more rows would take much memory
-            return linear(x, self.weight, self.bias, tile, self._tickets, self._linears.block_m(x.shape[0]))
+            return linear(x, self.weight, self.bias, tile, self._tickets, self.linears.block_m(x.shape[0]))
         return torch.cat([self.run(part, tile) for part in torch.split(x, LARGEST_ROWS)])
 
     def tensors(self) -> tuple[Tensor, ...]:
-        kept = (self.weight.values, self.weight.scales, self.bias)
-        return tuple(tensor for tensor in kept if tensor is not None)
+        return self.weight.tensors() if self.bias is None else (*self.weight.tensors(), self.bias)

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.pack import Format, Int4Weight, Weight
+from paceline.kernels.pack import Coding, Format, Int4Weight, Weight, fp4_of
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -84,10 +84,16 @@ class PackedTensor:
         for first in range(0, len(self.rows), step):
             lines[first : first + step].copy_(_numbers(self.rows[first : first + step], self.kind))
 
-    def codes(self, to: Format) -> Weight | None:
+    def codes(self, to: Coding) -> Weight | None:
         """Return the stored codes as a weight of this format; None if the format cannot hold them."""
+        if len(self.shape) != 2:
+            return None
+        if (to, self.kind) == ("fp4", GGMLQuantizationType.MXFP4):
+            blocks = self.rows.reshape(-1, 17)
+            codes, exponents = torch.from_numpy(_nibbles(blocks[:, 1:])), torch.from_numpy(blocks[:, 0].copy())
+            return fp4_of(codes.view(self.shape), exponents.view(self.shape[0], -1))
         split = _INT4_GROUPS.get(self.kind)
-        if to != "int4" or split is None or len(self.shape) != 2:
+        if to != "int4" or split is None:
             return None
         values, scales, lows = split(self.rows)
         if not np.isfinite(scales).all() or not np.isfinite(lows).all():

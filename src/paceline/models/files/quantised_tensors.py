@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
-from paceline.kernels.pack import INT4_GROUP, Format, Int4Weight, Int8Weight, Weight
+from paceline.kernels.pack import INT4_GROUP, Coding, Int4Weight, Int8Weight, Weight, fp4_numbers, fp4_of
 
 _ROWS_AT_ONCE = 1 << 20  # numbers of a matrix that are dequantised at a time
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class SafeTensor(Protocol):
@@ -98,18 +96,24 @@ class Groups:
         return by_group.repeat_interleave(self.size, 1) if self.of_input is None else by_group[:, self.of_input]
 
     def int4(self) -> Int4Weight | None:
-        """Return the codes of 4 bits in groups of 32; None if they are not in whole runs of 32 inputs.
+        """Return the codes of 4 bits in groups of 32; None if groups are not of 32 inputs, or a multiple.
 
-        Scales and lowest values are rounded to float16.
+        Scales and lowest values are rounded to float16. Inputs of one group stand side by side in the weight's order.
         """
-        if self.of_input is not None or self.size % INT4_GROUP:
+        order = None if self.of_input is None else self.of_input.argsort(stable=True)
+        if self.size % INT4_GROUP or (order is not None and not self._are_equal()):
             return None
         repeats = self.size // INT4_GROUP
         scales = self.scales.half().repeat_interleave(repeats, 1)
         lows = (-self.zeros * self.scales).half().repeat_interleave(repeats, 1)
         if not bool(scales.isfinite().all() and lows.isfinite().all()):
             return None
-        return Int4Weight(self.codes, scales, lows, INT4_GROUP)
+        return Int4Weight(self.codes if order is None else self.codes[:, order], scales, lows, INT4_GROUP, order)
+
+    def _are_equal(self) -> bool:
+        """Whether every group has as many inputs as the others."""
+        assert self.of_input is not None
+        return bool((torch.bincount(self.of_input, minlength=self.scales.shape[1]) == self.size).all())
 
     def int8(self) -> Int8Weight | None:
         """Return codes of 8 bits with one scale per row; None if there are several, or zeros that are not 128."""
@@ -138,7 +142,7 @@ class GroupedTensor:
         for rows, numbers in self.groups().numbers():
             destination[rows].copy_(numbers)
 
-    def codes(self, to: Format) -> Weight | None:
+    def codes(self, to: Coding) -> Weight | None:
         """Return the codes as a weight of this format; None if the format cannot hold them."""
         if (to, self.bits) == ("int4", 4):
             return self.groups().int4()
@@ -266,7 +270,7 @@ class ScaledTensor:
             of_rows = scales[first : first + step].repeat_interleave(height, 0)[: len(values[rows])]
             destination[rows].copy_(values[rows].float() * of_rows.repeat_interleave(width, 1)[:, : self.shape[1]])
 
-    def codes(self, to: Format) -> Weight | None:
+    def codes(self, to: Coding) -> Weight | None:
         """Return int8 numbers with one scale per row as they are; None for others."""
         if to != "int8" or self.stored_as != "int8" or self._block[1] != self.shape[1]:
             return None
@@ -308,9 +312,12 @@ class MXFP4Tensor:
         values, scales = (self.parts.tensors[name].matrix(index) for name in self._names)
         return _MXFP4Matrix(values, scales, self.shape[1:])
 
-    def codes(self, to: Format) -> Weight | None:
-        """Return None: neither int4 nor int8 holds these numbers with one scale."""
-        return None
+    def codes(self, to: Coding) -> Weight | None:
+        """Return the codes and exponents of a matrix; None for other formats, and for numbers that are not finite."""
+        if to != "fp4" or len(self.shape) > 2:
+            return None
+        values, exponents = (self.parts.tensors[name].load() for name in self._names)
+        return fp4_of(_unpacked(values, 4), exponents)
 
 
 @dataclass(frozen=True)
@@ -326,21 +333,18 @@ class _MXFP4Matrix:
         """Dequantise into ``destination`` [I, O]."""
         destination.copy_(_mxfp4(self.values.load().flatten(1), self.scales.load()).t())
 
-    def codes(self, to: Format) -> Weight | None:
-        """Return None; see ``MXFP4Tensor``."""
-        return None
+    def codes(self, to: Coding) -> Weight | None:
+        """Return the codes [O, I] and exponents; see ``MXFP4Tensor``."""
+        return fp4_of(_unpacked(self.values.load().flatten(1), 4), self.scales.load()) if to == "fp4" else None
 
 
 def _mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
     """packed uint8 [O, I / 2], the first of two numbers in the low half; exponents uint8 [O, I / 32] -> [O, I]."""
-    table = torch.tensor([*_FP4, *(-number for number in _FP4)])
-    numbers = table[torch.stack((packed & 15, packed >> 4), -1).long()].view(*exponents.shape, 32)
-    numbers[exponents == _E8M0_NAN] = torch.nan
-    return torch.ldexp(numbers, exponents.int()[..., None] - _E8M0_BIAS).flatten(1)
+    return fp4_numbers(_unpacked(packed, 4), exponents.repeat_interleave(32, 1))
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [N, W] -> uint8 [N, W * 32 / bits], the lowest bits first."""
+    """Words [N, W] of any width -> uint8 [N, codes], the lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 

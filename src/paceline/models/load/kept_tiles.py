@@ -1,4 +1,4 @@
-"""Autotuning of the Triton tiles for 8-bit matrix products: timed while a model is loaded, and cached on disk.
+"""Autotuning of the Triton tiles for 8-bit and 4-bit products: timed while a model is loaded, and cached on disk.
 
 A choice depends on the shape of the matrix, the number of rows, the weight format and the GPU, but not on the model.
 Files of other versions and other GPUs have other names and are never read. Shapes that one load has no time for are
@@ -19,7 +19,7 @@ import triton
 from paceline.core.hardware import machine_name
 from paceline.kernels.gpu.linear import (
     CANDIDATES,
-    ROW_TILES,
+    FOUR_BIT_CANDIDATES,
     Format,
     Linears,
     LinearTile,
@@ -36,7 +36,7 @@ log = logging.getLogger("paceline")
 VARIABLE = "PACELINE_TILE_CACHE"
 SECONDS = 60.0  # time limit of one load's tuning; compiling a kernel takes about one second
 Tiles: TypeAlias = dict[Shape, LinearTile | None]
-METHOD = 4  # version of the kernels: raise it when a kernel changes, which discards older choices
+METHOD = 5  # version of the kernels: raise it when a kernel changes, which discards older choices
 
 
 def kernel_seconds(function: Callable[[], object]) -> float:
@@ -59,7 +59,13 @@ class CachedTiles:
 
     @property
     def document(self) -> CachedDocument[Tiles]:
-        versions = METHOD, __version__, torch.__version__, triton.__version__, [asdict(tile) for tile in CANDIDATES]
+        versions = (
+            METHOD,
+            __version__,
+            torch.__version__,
+            triton.__version__,
+            [asdict(tile) for tile in (*CANDIDATES, *FOUR_BIT_CANDIDATES)],
+        )
         return CachedDocument("tiles", VARIABLE, [asdict(self), versions], _read)
 
     def load(self) -> Tiles:
@@ -72,7 +78,7 @@ class CachedTiles:
 
 
 def _read(lines: Any) -> Tiles:
-    return {(n, k, m): None if tile is None else LinearTile(**tile) for n, k, m, tile in lines}
+    return {(kind, n, k, m): None if tile is None else LinearTile(**tile) for kind, n, k, m, tile in lines}
 
 
 def tune(
@@ -91,7 +97,7 @@ def tune(
 
     No tile is used whose product is not torch's but for rounding, whether it was timed or kept.
     """
-    device = layers[0].weight.values.device
+    device = layers[0].weight.tensors()[0].device
     if linears.deterministic:
         for layer in layers:
             linears.tile(layer, torch.empty(1, layer.weight.inputs, dtype=dtype, device=device))
@@ -99,9 +105,9 @@ def tune(
     kept = CachedTiles(machine_name(device), linears.to, str(dtype))
     found, timed, began = kept.load(), 0, time.perf_counter()
     generator = torch.Generator(device).manual_seed(0)
-    wanted = {linears.shape(layer, rows): (layer, rows) for rows in ROW_TILES for layer in layers}
+    wanted = {linears.shape(layer, rows): (layer, rows) for rows in linears.row_tiles for layer in layers}
     for shape, (layer, rows) in wanted.items():
-        x = torch.randn(rows, shape[1], dtype=dtype, device=device, generator=generator)
+        x = torch.randn(rows, layer.weight.inputs, dtype=dtype, device=device, generator=generator)
         tile = found.get(shape)
         # Only known candidates are run: a tile from a damaged file could write out of bounds.
         known = shape in found and tile in linears.candidates(layer, x)

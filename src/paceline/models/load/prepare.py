@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +19,21 @@ from paceline.models.base import AnyModel, SharedModel
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec
 from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
+from paceline.models.load.kept_matrices import unread_matrices
 from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
 from paceline.models.load.packed_file import packed_file
+from paceline.models.native.matrices import Outcome
 from paceline.models.native.model import NativeModel
 from paceline.models.native.spec import obstacle_of
 from paceline.models.torch.transformer import Transformer
 
 if TYPE_CHECKING:
     from paceline.kernels.gpu.linear import Format, Linears
+
+log = logging.getLogger("paceline")
+
+HEAD_FORMATS: dict[str, Format] = {"int8": "int8", "fp8": "fp8", "int4": "int8"}
+"""Of the output head, by the format of the layers: 4 bits cost it too much, as on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ def _load(
     packs = obstacle is None and options.attention in ("auto", "native")
     begin(f"{'reading and packing' if packs else 'reading'} {name_of(source)}")
     if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
-        return _in_triton(checkpoint, name_of(source), options)
+        return _in_triton(checkpoint, name_of(source), options, tell)
     if options.attention in ("padded", "split", "ragged"):
         if options.quantization is not None:
             allowed = f"None with attention={options.attention!r}; or attention='auto'"
@@ -115,11 +124,15 @@ def _load(
     return in_torch(source, checkpoint, options.dtype, options.device)
 
 
-def _in_triton(checkpoint: Checkpoint | None, name: str, options: ModelOptions) -> Transformer:
-    """Read a model for Triton's matrix products, with 8-bit weights or its own.
+def _in_triton(
+    checkpoint: Checkpoint | None,
+    name: str,
+    options: ModelOptions,
+    tell: Callable[[float], None] | None = None,
+) -> Transformer:
+    """Read a model for Triton's matrix products, with weights of 8 or 4 bits or its own.
 
-    Each matrix is quantised as soon as it is read, so loading takes the finished model and one matrix.
-    checkpoint: None for a model of transformers' own code. name: of the model, for messages.
+    checkpoint: None for a model of transformers' own code. name: of the model, for messages. tell: see ``load``.
     """
     device, quantization, deterministic = options.device, options.quantization, options.deterministic
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
@@ -129,15 +142,32 @@ def _in_triton(checkpoint: Checkpoint | None, name: str, options: ModelOptions) 
     _check_triton(checkpoint.spec, name, field, value, options)
     from paceline.kernels.gpu.linear import Linears
 
-    assert quantization != "int4", "it was refused"
-    to: Format = "same" if quantization is None else quantization
-    linears = Linears(to, deterministic=deterministic)
-    weights = checkpoint.tensors_on_demand(options.dtype, device)
-    model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=linears)
+    if quantization is None:
+        of_all = [Linears("same", deterministic=deterministic)]
+        weights = checkpoint.tensors_on_demand(options.dtype, device)
+        model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=of_all[0])
+    else:
+        of_all = [Linears(to, deterministic=deterministic) for to in (quantization, HEAD_FORMATS[quantization])]
+        model = _quantised(checkpoint, options, of_all, tell)
     if device.type == "cuda":
-        _tune(model, linears)
-    if quantization is not None:
-        model.precision = f"{quantization} weights, {model.precision}"
+        _tune(model, of_all)
+    return model
+
+
+def _quantised(
+    checkpoint: Checkpoint, options: ModelOptions, of_all: Sequence[Linears], tell: Callable[[float], None] | None
+) -> Transformer:
+    """Read a model whose matrices are kept in 8 or 4 bits, one after the other.
+
+    Loading takes the finished model and one matrix. of_all: makes the layers' matrices, and the output head.
+    """
+    outcome = Outcome(tell)
+    weights, readers = unread_matrices(checkpoint, options.dtype, options.device, outcome)
+    linear, head = of_all
+    model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=linear, head=head, readers=readers)
+    model.precision = f"{options.quantization} weights, {model.precision}"
+    if text := str(outcome):
+        log.info("weights of %s in %s: %s", Path(checkpoint.name).name, options.quantization, text)
     return model
 
 
@@ -150,20 +180,21 @@ def _check_triton(spec: DecoderSpec, name: str, field: str, value: object, optio
         raise ParameterError("deterministic", True, f"not possible yet: {name} has recurrent layers")
     if options.deterministic and spec.embed_width != spec.width:
         raise ParameterError("deterministic", True, f"not possible yet: {name} projects its embeddings")
-    if quantization == "int4":
-        raise ParameterError(field, value, "'int8' or 'fp8' on CUDA devices")
     if quantization == "fp8" and not has_fp8(device):
         raise ParameterError(field, value, f"'int8': {device} has no float8; it needs an Ada, Hopper or later GPU")
-    if quantization == "int8" and options.dtype == torch.bfloat16 and not native_bfloat16(device):
+    if quantization in ("int8", "int4") and options.dtype == torch.bfloat16 and not native_bfloat16(device):
         raise ParameterError(field, value, "possible on GPUs before Ampere with dtype='float16' only")
 
 
-def _tune(model: Transformer, linears: Linears) -> None:
+def _tune(model: Transformer, of_all: Sequence[Linears]) -> None:
     """Choose the tiles of the matrix products."""
     from paceline.kernels.gpu.linear import SmallRowLinear
     from paceline.models.load.kept_tiles import tune
 
-    tune([layer for layer in model.linears() if isinstance(layer, SmallRowLinear)], linears, model.dtype)
+    layers = [layer for layer in model.linears() if isinstance(layer, SmallRowLinear)]
+    for linears in of_all:
+        if own := [layer for layer in layers if layer.linears is linears]:
+            tune(own, linears, model.dtype)
 
 
 def _obstacle(spec: DecoderSpec | None, name: str, options: ModelOptions) -> str | None:

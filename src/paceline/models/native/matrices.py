@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.kernels import pack
-from paceline.kernels.pack import Format, Weight
+from paceline.kernels.pack import Coding, Format, Fp4Weight, Int4Weight, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble, check_finite
@@ -37,7 +38,7 @@ class CodedTensor(Protocol):
     @property
     def stored_as(self) -> str: ...
 
-    def codes(self, to: Format) -> Weight | None:
+    def codes(self, to: Coding) -> Weight | None:
         """Return the codes as a weight of this format; None if the format cannot hold them."""
         ...
 
@@ -70,6 +71,11 @@ class Outcome:
         if self.tell is not None:
             self.tell(min(1.0, self.done / self.total))
 
+    def count(self, part: Placement, *, kept: bool) -> None:
+        """Count a stored matrix, if it is of codes."""
+        if isinstance(part.stored, CodedTensor):
+            (self.kept if kept else self.rounded)[part.stored.stored_as] += 1
+
     def __str__(self) -> str:
         parts = [f"{count} {kind} as stored" for kind, count in sorted(self.kept.items())]
         return ", ".join([*parts, *(f"{count} {kind} rounded" for kind, count in sorted(self.rounded.items()))])
@@ -82,33 +88,53 @@ class StoredMatrix:
     parts: Sequence[Placement]
     outcome: Outcome
 
-    def of_expert(self, expert: int) -> StoredMatrix:
+    def of_expert(self, expert: int) -> Self:
         """Return the matrix of one expert, of those that this one has side by side."""
         parts = (part.of_expert(expert) for part in self.parts)
-        return StoredMatrix([part for part in parts if part is not None], self.outcome)
+        return replace(self, parts=[part for part in parts if part is not None])
 
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
         with ThreadPoolExecutor(len(self.parts)) as pool:
             weight = pack.stack(list(pool.map(lambda part: _read(part, to, self.outcome), self.parts)))
-        self.outcome.add(_numbers(self.parts))
+        self.outcome.add(numbers_in(self.parts))
         return weight
 
 
 def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
+    codes = codes_of(part, to)
+    if isinstance(codes, Int4Weight) and codes.order is not None:
+        codes = None  # the kernels read inputs in the layer's order
+    outcome.count(part, kept=codes is not None)
+    return pack.quantise(numbers_of(part), to) if codes is None else codes
+
+
+def codes_of(part: Placement, to: Coding) -> Weight | None:
+    """Return the stored codes of a part in a format, its rows in their order here; None if it cannot hold them."""
     stored = part.stored
-    if isinstance(stored, CodedTensor):
-        codes = None if part.transposed or part.alternating else stored.codes(to)
-        if isinstance(codes, pack.Int8Weight):
-            check_finite(codes.scales, part.name)
-        (outcome.rounded if codes is None else outcome.kept)[stored.stored_as] += 1
-        if codes is not None:
-            return codes if part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
+    codes = stored.codes(to) if isinstance(stored, CodedTensor) else None
+    if isinstance(codes, Fp4Weight) and part.alternating is not None:
+        return pack.reorder_rows(codes, partial(_apart, parts=part.alternating))
+    if not isinstance(codes, Fp4Weight) and (part.transposed or part.alternating):  # codes of MXFP4 are by output
+        return None
+    if isinstance(codes, pack.Int8Weight):
+        check_finite(codes.scales, part.name)
+    return codes if codes is None or part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
+
+
+def _apart(rows: Tensor, parts: tuple[int, int]) -> Tensor:
+    """Take the parts whose rows alternate apart; parts: see ``Placement.alternating``."""
+    return rows.view(-1, *parts, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def numbers_of(part: Placement) -> Tensor:
+    """Read the numbers of a part into memory of the host. Raises ModelFormatError for others than finite ones."""
+    stored = part.stored
     dtype = stored.exact_dtype if isinstance(stored, ExactTensor) else torch.float32
     numbers = torch.empty(part.slot.shape, dtype=dtype)
     part.read_into(numbers)
     check_finite(numbers, part.name)
-    return pack.quantise(numbers, to)
+    return numbers
 
 
 def unread_spec(checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome) -> NativeSpec:
@@ -125,29 +151,32 @@ def unread_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, outcome: Outcome
 ) -> tuple[dict[str, Tensor], dict[str, StoredMatrix]]:
     """Return a checkpoint's tensors, its matrices on device "meta", and what reads those; see ``unread_spec``."""
-    readers = _readers(checkpoint.placements, outcome)
-    outcome.total = sum(_numbers(matrix.parts) for matrix in readers.values())
-    others = [placement for placement in checkpoint.placements if placement.slot.target not in readers]
-    tensors = {target: _shape(matrix) for target, matrix in readers.items()}
-    return tensors | assemble(others, dtype, torch.device("cpu")), readers
+    parts = matrices_of(checkpoint.placements)
+    outcome.total = sum(map(numbers_in, parts.values()))
+    tensors = shapes_of(parts) | assemble(others_than(parts, checkpoint.placements), dtype, torch.device("cpu"))
+    return tensors, {target: StoredMatrix(found, outcome) for target, found in parts.items()}
 
 
-def _readers(placements: Sequence[Placement], outcome: Outcome) -> dict[str, StoredMatrix]:
-    """Return the matrices to read while they are packed, by target."""
+def matrices_of(placements: Sequence[Placement]) -> dict[str, list[Placement]]:
+    """Return the stored parts of the matrices that are read while they are packed, by target, in their order."""
     parts: dict[str, list[Placement]] = {}
     for placement in placements:
         stem, _, kind = placement.slot.target.rpartition(".")
         if kind == "weight" and stem.rpartition(".")[2] in _LINEAR:
             parts.setdefault(placement.slot.target, []).append(placement)
-    return {
-        target: StoredMatrix(sorted(found, key=lambda part: part.slot.first), outcome)
-        for target, found in parts.items()
-    }
+    return {target: sorted(found, key=lambda part: part.slot.first) for target, found in parts.items()}
 
 
-def _numbers(parts: Sequence[Placement]) -> int:
+def others_than(matrices: Mapping[str, Sequence[Placement]], placements: Sequence[Placement]) -> list[Placement]:
+    """Return the placements that are of no matrix."""
+    return [placement for placement in placements if placement.slot.target not in matrices]
+
+
+def shapes_of(matrices: Mapping[str, Sequence[Placement]]) -> dict[str, Tensor]:
+    """Return tensors of the matrices' shapes, on device "meta"."""
+    return {target: torch.empty(parts[0].slot.target_shape, device="meta") for target, parts in matrices.items()}
+
+
+def numbers_in(parts: Sequence[Placement]) -> int:
+    """Return how many numbers the parts have."""
     return sum(math.prod(part.slot.shape) for part in parts)
-
-
-def _shape(matrix: StoredMatrix) -> Tensor:
-    return torch.empty(matrix.parts[0].slot.target_shape, device="meta")

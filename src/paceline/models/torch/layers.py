@@ -18,7 +18,7 @@ from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, A
 from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
-from paceline.kernels.spec import LinearWeights, RecurrentMixer
+from paceline.kernels.spec import LinearWeights, ReadMatrix, RecurrentMixer
 from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
@@ -35,15 +35,22 @@ from paceline.models.description.spec import (
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
 from paceline.models.torch.latent import LatentAttention, LatentMatrices
-from paceline.models.torch.linear import Linear, LinearFactory
+from paceline.models.torch.linear import Linear, LinearFactory, dense
 from paceline.models.torch.rotary import Rotation, rotate
 
 
 class WeightSource:
     """Makes the parts of a layer from the named weights, and records the tensors in use, except those of linears."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], linear: LinearFactory) -> None:
-        self._spec, self._weights, self._linear = spec, weights, linear
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Tensor],
+        linear: LinearFactory,
+        readers: Mapping[str, ReadMatrix] | None = None,
+    ) -> None:
+        """readers: read matrices in a format, by the names of weights, which then only give the shapes."""
+        self._spec, self._weights, self._linear, self._readers = spec, weights, linear, readers or {}
         self.kept: list[Tensor] = []
 
     def find(self, name: str) -> Tensor | None:
@@ -52,20 +59,20 @@ class WeightSource:
             self.kept.append(tensor)
         return tensor
 
-    def linear(self, name: str) -> Linear:
-        return self._linear(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+    def linear(self, name: str, by: LinearFactory | None = None) -> Linear:
+        """Return a linear layer. by: its factory; None: that of all layers."""
+        return (self._linear if by is None else by)(self._stored(name))
 
     def qkv(self, spec: AttentionSpec, layer: str) -> Linear:
         """Return the linear layer of queries, keys and values, with the gates of gated attention behind them."""
-        ordered = in_order(self._stored(f"{layer}.qkv"), spec)
-        return self._linear(ordered.weight, ordered.bias)
+        return self._linear(in_order(self._stored(f"{layer}.qkv"), spec))
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
         ordered = [in_order(self._stored(f"{layer}.qkv"), spec)]
         if f"{layer}.q_b.weight" in self._weights:
             ordered.append(queries_in_order(self._stored(f"{layer}.q_b"), spec))
-        first, *query_up = (self._linear(matrix.weight, matrix.bias) for matrix in ordered)
+        first, *query_up = map(self._linear, ordered)
         both, norm = self.find(f"{layer}.kv_b.weight"), self.find(f"{layer}.kv_a_norm.weight")
         assert both is not None
         assert norm is not None
@@ -74,15 +81,25 @@ class WeightSource:
         return LatentAttention(spec, place, rotary, linears, matrices)
 
     def _stored(self, name: str) -> LinearWeights:
-        return LinearWeights(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+        weight = f"{name}.weight"
+        return LinearWeights(self._weights[weight], self._weights.get(f"{name}.bias"), self._readers.get(weight))
 
     def experts(self, name: str) -> ExpertMatrices:
         """Return a matrix of all experts, as one linear layer keeps it: weights [E, N, K], biases [E, N]."""
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        count, outputs, _ = weight.shape
-        linear = self._linear(weight.flatten(0, 1), None if bias is None else bias.flatten())
-        self.kept += linear.tensors()
-        return ExpertMatrices(linear.weight, linear.bias, count, outputs)
+        reader, (count, outputs, _) = self._readers.get(f"{name}.weight"), weight.shape
+        bias = None if bias is None else bias.flatten()
+        if reader is None:
+            linear = self._linear(LinearWeights(weight.flatten(0, 1), bias))
+            self.kept += linear.tensors()
+            return ExpertMatrices(linear.weight, linear.bias, count, outputs)
+        of_experts = (
+            self._linear(LinearWeights(weight[expert], read=reader.of_expert(expert))) for expert in range(count)
+        )
+        first, *others = (linear.weight for linear in of_experts if not isinstance(linear.weight, Tensor))
+        stacked = first.stacked(others)
+        self.kept += (*stacked.tensors(), *(() if bias is None else (bias,)))
+        return ExpertMatrices(stacked, bias, count, outputs)
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -258,10 +275,11 @@ def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
         spec.scores_scale,
         spec.output_scale,
     )
-    gate = parts.linear(f"{layer}.shared_gate") if spec.shared_gate else None
+    gate = parts.linear(f"{layer}.shared_gate", dense) if spec.shared_gate else None
     shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
     norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
-    return Experts(spec, parts.linear(f"{layer}.router"), mixture, shared, norms)
+    router = parts.linear(f"{layer}.router", dense)  # a rounded one would choose other experts
+    return Experts(spec, router, mixture, shared, norms)
 
 
 class _TokenInput:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.kernels.experts import StackedWeights
+from paceline.kernels.spec import LinearWeights
 
 
 class Linear(Protocol):
@@ -31,8 +32,8 @@ class WeightedLinear(Linear, Protocol):
     def bias(self) -> Tensor | None: ...
 
 
-LinearFactory = Callable[[Tensor, Tensor | None], WeightedLinear]
-"""Makes a layer from its weight [out, in] and its bias [out] or None."""
+LinearFactory = Callable[[LinearWeights], WeightedLinear]
+"""Makes a layer from its weights, which are read only then if they have a reader."""
 
 
 class Dense:
@@ -49,3 +50,8 @@ class Dense:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+def dense(weights: LinearWeights) -> Dense:
+    """Return an unquantized layer."""
+    return Dense(weights.weight, weights.bias)

@@ -15,7 +15,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import steps_for
-from paceline.kernels.spec import RecurrentMixer
+from paceline.kernels.spec import ReadMatrix, RecurrentMixer
 from paceline.models.base import HiddenStates, PassBytes, RowAdapters, check_taps
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec, Rotary
 from paceline.models.torch.experts import Experts
@@ -27,7 +27,7 @@ from paceline.models.torch.layers import (
     TokenInputs,
     WeightSource,
 )
-from paceline.models.torch.linear import Dense, Linear, LinearFactory
+from paceline.models.torch.linear import Dense, Linear, LinearFactory, dense
 from paceline.models.torch.rotary import RotaryAngles
 from paceline.models.torch.short_head import TorchShortHead
 
@@ -65,7 +65,8 @@ class Transformer:
     """A decoder of a native family; implements ``Model``. spec: its description.
 
     weights: tensors by the names of ``description.weights.slots``, all of one dtype and on one device.
-    linear: factory of the linear layers of attention, MLP and head.
+    linear: factory of the linear layers of attention and MLP. head: of the output head; None: the same.
+    readers: read matrices, by name, when their layers are made; ``weights`` then only give their shapes.
     places: the cache's layer that each layer reads; None: as its description says.
     """
 
@@ -75,7 +76,9 @@ class Transformer:
         weights: Mapping[str, Tensor],
         name: str,
         *,
-        linear: LinearFactory = Dense,
+        linear: LinearFactory = dense,
+        head: LinearFactory | None = None,
+        readers: Mapping[str, ReadMatrix] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
         _check(spec)
@@ -90,8 +93,9 @@ class Transformer:
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``load.adapters``
-        parts = WeightSource(spec, weights, linear)
+        parts = WeightSource(spec, weights, linear, readers)
         self._build(parts, spec.places if places is None else places)
+        self._head = parts.linear("embed" if spec.tied else "head", head)
         self._kept = tuple(parts.kept)
 
     def _build(self, parts: WeightSource, places: Sequence[int]) -> None:
@@ -110,7 +114,6 @@ class Transformer:
         self._token_inputs = None if inputs is None else TokenInputs(inputs, parts, self.dtype)
         self._embed_norm = parts.norm("embed_norm") if spec.embed_norm else None
         self._norm = parts.norm("norm") if spec.final_norm else None
-        self._head = parts.linear("embed" if spec.tied else "head")
 
     def _recurrent_mixers(self) -> list[RecurrentMixer]:
         return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, RecurrentLayer)]
