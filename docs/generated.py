@@ -217,18 +217,13 @@ def _columns(alike: list[Family]) -> Iterator[str]:
         yield "no: needs " + str(error).partition(" without ")[2]
     else:
         yield "bf16, int8, int4"
-    yield _on_gpus(spec)
+    yield "bf16, int8, int4, fp8; graphs"
     try:
         ModelShard(0, 2).local(spec)
     except ParameterError:
         yield "no"
     else:
         yield "yes"
-
-
-def _on_gpus(spec: DecoderSpec) -> str:
-    four_bits = "" if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers) else "int4, "
-    return f"bf16, int8, {four_bits}fp8; graphs"
 
 
 def write_families(page: Path) -> None:

@@ -128,8 +128,14 @@ def _memory(model: NativeModel) -> Tensor:
 
 @needs_kernels
 def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_path: Path) -> None:
-    """MXFP4 blocks of [experts, outputs, inputs], the form in which gpt-oss is published."""
     theirs = _gpt_oss()
+    write_mxfp4(tmp_path, theirs)
+    assert any(name.endswith("_blocks") for name in load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(_memory(packed(tmp_path)), _memory(packed_at_once(theirs)))
+
+
+def write_mxfp4(path: Path, theirs: PreTrainedModel) -> None:
+    """Write experts as MXFP4 blocks of [experts, outputs, inputs], as gpt-oss is published, and round the model's."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in theirs.state_dict().items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -138,13 +144,11 @@ def test_experts_of_four_bits_are_read_one_by_one_and_bfloat16_holds_them(tmp_pa
             tensor.copy_(exact.mT)
         else:
             tensors[name] = tensor
-    theirs.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    theirs.config.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
     modules = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
-    (tmp_path / "config.json").write_text(json.dumps(config | modules))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert any(name.endswith("_blocks") for name in load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(_memory(packed(tmp_path)), _memory(packed_at_once(theirs)))
+    (path / "config.json").write_text(json.dumps(config | modules))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
 # GGUF files

@@ -5,9 +5,9 @@ It is the reference of the kernels: csrc/experts.cpp, and gpu/experts.py in Trit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -80,17 +80,25 @@ def _in_best_groups(values: Tensor, routing: Routing) -> Tensor:
 
 
 class StackedWeights(Protocol):
-    """Weights [lines, K] in a format of their own."""
+    """Weights [N, K], or those of several experts, in a format of their own."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def lines(self, lines: slice, /) -> StackedWeights:
-        """Return some of the lines."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors in memory."""
+        ...
+
+    def stacked(self, others: Sequence[Self], /) -> Self:
+        """Stack the matrices of experts, one below the other."""
+        ...
+
+    def of_expert(self, expert: int, count: int, /) -> Self:
+        """Return the matrix of one of ``count`` experts."""
         ...
 
     def widened(self, dtype: torch.dtype, /) -> Tensor:
-        """Return the weights [lines, K]."""
+        """Return the weights [N, K]."""
         ...
 
 
@@ -109,7 +117,10 @@ class ExpertMatrices:
     def product(self, x: Tensor, expert: int) -> Tensor:
         """Return x [M, K] by the matrix of one expert [M, N]."""
         own = slice(expert * self.outputs, (expert + 1) * self.outputs)
-        weight = self.weight[own] if isinstance(self.weight, Tensor) else self.weight.lines(own).widened(x.dtype)
+        if isinstance(self.weight, Tensor):
+            weight = self.weight[own]
+        else:
+            weight = self.weight.of_expert(expert, self.count).widened(x.dtype)
         return functional.linear(x, weight, None if self.bias is None else self.bias[own])
 
 

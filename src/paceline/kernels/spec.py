@@ -18,6 +18,16 @@ ReadWeight: TypeAlias = Callable[[Format], Weight]
 """Reads a matrix in a format."""
 
 
+class ReadMatrix(Protocol):
+    """Reads a matrix while it is packed."""
+
+    def __call__(self, to: Format) -> Weight: ...
+
+    def of_expert(self, expert: int) -> ReadMatrix:
+        """Return the matrix of one expert, of those that this one has side by side."""
+        ...
+
+
 @dataclass(frozen=True)
 class LinearWeights:
     """y = x @ weight.T + bias; weight [outputs, inputs].

@@ -423,7 +423,7 @@ ROUTINGS = {  # experts, used, sigmoid, corrected, groups, used groups
 
 def experts() -> dict[str, Used]:
     from paceline.kernels.gpu import experts as mixture
-    from paceline.kernels.gpu.linear import CANDIDATES, most_registers
+    from paceline.kernels.gpu.linear import CANDIDATES, FOUR_BIT_CANDIDATES, NO_GROUPS, most_registers
 
     found = {}
     types = {"scores": "*bf16", "correction": "*fp32", "factors": "*bf16", "weights": "*bf16", "chosen": "*i32"}
@@ -450,14 +450,27 @@ def experts() -> dict[str, Used]:
             constants = {
                 "SHARED": 8, "SCALED": weight != element, "BIASED": False, "BLOCK_M": block_m,
                 "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10,
+                "WIDENING": element[1:] if weight == "*i16" else "single", "MAJOR": ARCH // 10, **NO_GROUPS,
             }  # fmt: skip
             options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
             name = "pairs of int8" if weight == "*i16" else weight
             found[f"grouped {name} {element} pairs={block_m}"] = build(
                 mixture.grouped_kernel, constants, **options, **types, x=element, out=element, bias=element,
-                weight=weight,
+                weight=weight, lows="*fp16",
             )  # fmt: skip
+    for grid, group, shifted in [("int4", 32, True), ("int4", 128, False), ("fp4", 32, False)][: 1 if FEW else None]:
+        for block_m in mixture.PAIR_TILES[:: 1 if FEW else 2][: 1 if FEW else None]:
+            tile = FOUR_BIT_CANDIDATES[0].of_runs(2 * block_m, 2, LARGEST_SHARED[ARCH])
+            constants = {
+                "SHARED": 8, "SCALED": False, "BIASED": False, "BLOCK_M": block_m, "BLOCK_N": tile.outputs,
+                "BLOCK_K": tile.inputs, "GRID": grid, "GROUP": group, "SHIFTED": shifted, "WIDENING": "bf16",
+                "MAJOR": ARCH // 10,
+            }  # fmt: skip
+            options = {"warps": tile.warps, "stages": tile.stages, "most": most_registers(ARCH // 10)}
+            tables = {"weight": "*i16", "lows": "*fp16", "scales": "*u8" if grid == "fp4" else "*fp16"}
+            activations = dict.fromkeys(("x", "out", "bias"), "*bf16")
+            key = f"grouped {grid} by {group}{' with lows' * shifted} *bf16 pairs={block_m}"
+            found[key] = build(mixture.grouped_kernel, constants, **options, **types | tables | activations)
     return found
 
 

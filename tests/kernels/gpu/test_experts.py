@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,20 +25,26 @@ from kernels.gpu.test_elementwise import counted
 from kernels.gpu.test_linear import CLOSE, DTYPES
 from model_support import NATIVE, tiny
 from models.test_sinks_and_shared_experts import MODELS as SHARED
+from models.test_sinks_and_shared_experts import write_mxfp4
 from paceline.errors import ModelError
 from paceline.kernels.experts import ExpertMatrices, Mixture, Routing
 from paceline.kernels.gpu import experts as module
 from paceline.kernels.gpu.experts import GroupedProducts, first_right, ordered, pairs_of_tile
+from paceline.kernels.gpu.four_bit import FourBitWeight
 from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import LinearTile, quantise
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
+from paceline.models.load import prepare
+from paceline.models.load.loading import open_checkpoint
+from paceline.models.load.prepare import ModelOptions
 from paceline.models.torch.experts import Experts
 from recurrent_support import in_torch, tiny_lfm2_moe, tiny_nemotron
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:overflow")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMATS = ["same", "int8", "fp8"]
+FORMATS = ["same", "int8", "fp8", "int4"]
 TILE = LinearTile(outputs=32, inputs=64)  # of two steps and programs for the sizes here
+TILES = dict.fromkeys(FORMATS, TILE) | {"int4": LinearTile(outputs=32)}  # whose steps are runs
 ROUTINGS = {
     "softmax": Routing(3, normalised=False),
     "normalised": Routing(3, normalised=True),
@@ -104,9 +111,12 @@ def random_mixture(
     activation: str = "silu", biased: bool = False, count: int = 12, used: int = 3,
 ) -> Mixture:  # fmt: skip
     def matrices(inputs: int, outputs: int) -> ExpertMatrices:
-        weight = quantise(torch.randn(count * outputs, inputs, device=DEVICE) / inputs**0.5, to)
+        numbers = torch.randn(count, outputs, inputs, device=DEVICE) / inputs**0.5
         bias = torch.randn(count * outputs, device=DEVICE).to(dtype) if biased else None
-        return ExpertMatrices(weight.values.to(dtype) if to == "same" else weight, bias, count, outputs)
+        if to == "same":
+            return ExpertMatrices(numbers.flatten(0, 1).to(dtype), bias, count, outputs)
+        first, *others = (quantise(each, to) for each in numbers)
+        return ExpertMatrices(first.stacked(others), bias, count, outputs)  # type: ignore[arg-type]
 
     first, second = matrices(width, 2 * inner if gated else inner), matrices(inner, width)
     return Mixture(Routing(used, normalised=True), first, second, activation, gated)
@@ -121,7 +131,7 @@ def test_a_mixture_equals_its_experts_one_by_one(to: str, data: st.DataObject) -
     dtype, tokens, gated = pick(st.sampled_from(DTYPES)), pick(st.integers(1, 40)), pick(st.booleans())
     torch.manual_seed(pick(st.integers(0, 999)))
     activation = pick(st.sampled_from(["silu", "gelu_tanh", "clamped_silu"] if gated else ["relu2"]))
-    count, width, inner = pick(st.integers(3, 7)), pick(st.sampled_from([16, 67])), pick(st.sampled_from([17, 64]))
+    count, width, inner = pick(st.integers(3, 7)), pick(st.sampled_from([16, 67, 160])), pick(st.sampled_from([17, 64]))
     mixture = random_mixture(
         to, dtype, width=width, inner=inner, gated=gated, activation=activation, biased=pick(st.booleans()),
         count=count, used=pick(st.integers(1, 3)),
@@ -131,7 +141,7 @@ def test_a_mixture_equals_its_experts_one_by_one(to: str, data: st.DataObject) -
         scores[:, 1] = 30  # all tokens in one expert
         scores[:, 0] = -30  # and none in another
     x = torch.randn(tokens, width + 3, device=DEVICE)[:, :width].to(dtype)
-    with mock.patch.object(GroupedProducts, "_tile", return_value=TILE):
+    with mock.patch.object(GroupedProducts, "_tile", return_value=TILES[to]):
         found, expected = (steps.experts(x, scores, mixture) for steps in (TritonSteps(), TorchSteps()))
     torch.testing.assert_close(found, expected, atol=8 * CLOSE[dtype], rtol=8 * CLOSE[dtype])
 
@@ -194,6 +204,41 @@ def test_every_familys_experts_equal_torchs_without_a_wait(name: str) -> None:
     with mock.patch.object(GroupedProducts, "_tile", return_value=TILE), NoHostReads():
         found = run(TritonSteps())
     torch.testing.assert_close(found, run(TorchSteps()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("to", "error"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_experts_are_read_one_by_one_into_a_format(name: str, to: Any, error: float) -> None:
+    """Beside their biases, from matrices that are stored stacked or apart; without gates, too."""
+    theirs = FAMILIES[name]()
+    checkpoint = open_checkpoint(theirs)
+    options = ModelOptions(torch.float32, torch.device("cpu"), quantization=to)
+    models = in_torch(theirs), prepare._in_triton(checkpoint, name, options)
+    exact, rounded = (next(block.mlp for block in model._blocks if isinstance(block.mlp, Experts)) for model in models)
+    for one, other in zip(matrices_of(exact), matrices_of(rounded), strict=True):
+        assert (other.count, other.outputs, other.bias is None) == (one.count, one.outputs, one.bias is None)
+        for expert in range(one.count):
+            unit = torch.eye(models[0].spec.width if one is exact.mixture.first else exact.spec.expert.width)
+            wanted, found = one.product(unit, expert), other.product(unit, expert)
+            assert (found - wanted).norm() <= error * wanted.norm()
+    assert models[1].weight_bytes() < models[0].weight_bytes()
+
+
+def test_gpt_oss_keeps_the_codes_of_its_file(tmp_path: Path) -> None:
+    """MXFP4 in 4 bits, though rows of gates and ups alternate there: no weight is rounded."""
+    theirs = SHARED["gpt_oss"]()
+    write_mxfp4(tmp_path, theirs)
+    options = ModelOptions(torch.float32, torch.device("cpu"), quantization="int4")
+    models = in_torch(theirs), prepare._in_triton(open_checkpoint(tmp_path), "gpt-oss", options)
+    exact, kept = (next(block.mlp for block in model._blocks if isinstance(block.mlp, Experts)) for model in models)
+    for one, other in zip(matrices_of(exact), matrices_of(kept), strict=True):
+        assert isinstance(other.weight, FourBitWeight)
+        assert other.weight.grid == "fp4"
+        assert torch.equal(other.weight.widened().flatten(0, 1), one.weight)
+
+
+def matrices_of(experts: Experts) -> tuple[ExpertMatrices, ExpertMatrices]:
+    return experts.mixture.first, experts.mixture.second
 
 
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")

@@ -23,6 +23,7 @@ from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import Linears
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.kernels.low_rank import LowRankChanges
+from paceline.kernels.spec import LinearWeights
 from paceline.models.load.adapters import AdaptedLinear, AdapterRows
 from paceline.models.torch.transformer import Transformer
 
@@ -62,7 +63,7 @@ def test_the_kernels_equal_the_reference(length: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("to", ["int8", "fp8"])
 def test_changes_are_added_beside_8_bit_weights(to: Any) -> None:
     rows, x, ranks = AdapterRows(), random(4, 32, dtype=torch.float32), torch.tensor([2], dtype=torch.int32)
-    base = Linears(to)(random(24, 32, dtype=torch.float32))
+    base = Linears(to)(LinearWeights(random(24, 32, dtype=torch.float32)))
     matrices = random(1, 16, 32, dtype=torch.float32), random(1, 24, 16, dtype=torch.float32)
     matrices[0][:, 2:] = 0
     changes = LowRankChanges(*matrices, ranks.to(DEVICE))

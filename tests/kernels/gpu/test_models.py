@@ -102,9 +102,9 @@ def test_a_hybrids_own_head_gives_the_cpus_answers(rounds: Any, length: Any, tmp
     equal_on_device(tmp_path, rounds=rounds, num_speculative_tokens=length)
 
 
-@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3.5", "qwen3_moe", "deepseek_v3"])
-def test_8_bit_weights_give_the_same_with_draft_tokens_as_without(name: str, to: Any, tmp_path: Path) -> None:
+def test_quantised_weights_give_the_same_with_draft_tokens_as_without(name: str, to: Any, tmp_path: Path) -> None:
     path = saved(tmp_path, MODELS[name]())
     found = [answers(llm(path, DEVICE, quantization=to, **WAYS[way])) for way in WAYS]
     assert found == [found[0]] * len(found)

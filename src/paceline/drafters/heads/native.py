@@ -22,14 +22,14 @@ from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
-from paceline.kernels.spec import BlockConvWeights, FusionWeights, LayerWeights, LinearWeights, NativeSpec
+from paceline.kernels.spec import BlockConvWeights, FusionWeights, LayerWeights, LinearWeights, NativeSpec, ReadMatrix
 from paceline.models.base import PassBytes
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization, idle_expert_bytes
 from paceline.models.native.packing import PackedDecoder, packed_size
 from paceline.models.native.short_head import PackedShortHead, column_bytes
-from paceline.models.native.spec import ReadMatrix, check_reference, check_spec, halves_padded, obstacle_of, spec_of
+from paceline.models.native.spec import check_reference, check_spec, halves_padded, obstacle_of, spec_of
 
 
 class NativeHead(HeadModel):

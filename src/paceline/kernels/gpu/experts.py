@@ -18,9 +18,14 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.kernels.experts import ExpertMatrices, Mixture
+from paceline.kernels.gpu.four_bit import RUN, WORDS, FourBitWeight
+from paceline.kernels.gpu.four_bit_kernels import constants_of, four_bit_sums
 from paceline.kernels.gpu.launch import capability, shared_memory
 from paceline.kernels.gpu.linear import (
     CANDIDATES,
+    FOUR_BIT_CANDIDATES,
+    NO_GROUPS,
+    KeptWeight,
     LinearTile,
     Quantized,
     is_close,
@@ -31,6 +36,7 @@ from paceline.kernels.gpu.linear import (
 
 PAIR_TILES = (16, 32, 64)  # pairs of a tile
 _PAIRS_BLOCK = 1024  # pairs that a program orders in a step
+_RUN, _WORDS = tl.constexpr(RUN), tl.constexpr(WORDS)
 _SUM_BLOCK = 1024  # width per program of the sum
 
 
@@ -182,6 +188,7 @@ def grouped_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
+    lows: tl.tensor,
     bias: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
@@ -195,13 +202,16 @@ def grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GRID: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
     WIDENING: tl.constexpr,
     MAJOR: tl.constexpr,
 ) -> None:
     """Grid (tiles, output tiles): out [P, N] = x [P // SHARED, K] by the matrices of the pairs' experts.
 
     weight: lines [E N, K] of all experts, scales and bias [E N]. SHARED: pairs that have the same row of x.
-    WIDENING, MAJOR: see ``linear.linear_kernel``.
+    GRID, GROUP, SHIFTED, WIDENING, MAJOR: see ``linear.linear_kernel``. 4-bit weights are [E, ...] (``FourBitWeight``).
     """
     tile = tiles + 3 * tl.program_id(0)
     expert, first, behind = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -211,10 +221,19 @@ def grouped_kernel(
         pair = tl.load(order + place, mask=there, other=0).to(tl.int64)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_output, line = n < outputs, expert * outputs + n
-        sums = tile_sums(
-            x + pair // SHARED * x_stride, there, weight, line, is_output, scales, outputs, 0, inputs, inputs,
-            SCALED, 0, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
-        )  # fmt: skip
+        x_line = x + pair // SHARED * x_stride
+        if GRID != "":
+            first_run = expert * tl.cdiv(inputs, _RUN) * outputs
+            of_groups = first_run * (_RUN // GROUP)
+            sums = four_bit_sums(
+                x_line[None, :], there, weight + first_run * _WORDS, scales + of_groups, lows + of_groups, n, outputs,
+                0, inputs, SHIFTED, GRID, GROUP, WIDENING, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            sums = tile_sums(
+                x_line, there, weight, line, is_output, scales, outputs, 0, inputs, inputs,
+                SCALED, 0, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
+            )  # fmt: skip
         if SCALED:
             sums = sums * tl.load(scales + line, mask=is_output, other=0.0)[:, None]
         if BIASED:
@@ -286,27 +305,34 @@ def ordered(chosen: Tensor, count: int, block_m: int) -> Order:
 def grouped(x: Tensor, matrices: ExpertMatrices, order: Order, tile: LinearTile) -> Tensor:
     """x [P, K], or [N, K] with a row for all pairs of a token -> [P, N], each pair by the matrix of its expert."""
     pairs, (rows, inputs) = len(order.order), x.shape
-    weight = packed(matrices)
-    outputs = matrices.outputs
+    weight, outputs = packed(matrices), matrices.outputs
+    four = weight if isinstance(weight, FourBitWeight) else None
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
-    major = capability(x.device)[0]
+    major, tables = capability(x.device)[0], (weight.scales, None if four is None else four.lows, matrices.bias)
     grouped_kernel[(len(order.tiles), triton.cdiv(outputs, tile.outputs))](
-        x, weight.values, out if weight.scales is None else weight.scales,
-        out if matrices.bias is None else matrices.bias, order.order, order.tiles, out, x.stride(0), inputs, outputs,
-        SHARED=pairs // rows, SCALED=weight.scales is not None, BIASED=matrices.bias is not None,
-        BLOCK_M=order.block_m, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, WIDENING=widening(weight.values, x),
+        x, weight.tensors()[0], *(out if table is None else table for table in tables), order.order, order.tiles, out,
+        x.stride(0), inputs, outputs, SHARED=pairs // rows, SCALED=four is None and weight.scales is not None,
+        BIASED=matrices.bias is not None, BLOCK_M=order.block_m, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
+        **NO_GROUPS if four is None else constants_of(four), WIDENING=widening(weight.tensors()[0], x),
         MAJOR=major, num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers(major),
     )  # fmt: skip
     return out
 
 
-def packed(matrices: ExpertMatrices) -> Quantized:
+def packed(matrices: ExpertMatrices) -> KeptWeight:
     """The weights of all experts as the kernel reads them."""
     weight = matrices.weight
     if isinstance(weight, Tensor):
         return Quantized(weight, None, weight.shape[1])
-    assert isinstance(weight, Quantized), "layers of Linears"
+    assert isinstance(weight, Quantized | FourBitWeight), "layers of Linears"
     return weight
+
+
+def candidates(weight: KeptWeight, block_m: int, size: int, most: int) -> list[LinearTile]:
+    """Return the tiles that may be used. size: bytes of an activation. most: bytes of shared memory of a program."""
+    if isinstance(weight, FourBitWeight):  # half the outputs of a single product: registers hold the pairs' places, too
+        return list(dict.fromkeys(tile.of_runs(2 * block_m, size, most) for tile in FOUR_BIT_CANDIDATES))
+    return [tile.fitted(block_m, size if weight.scales is None else 1, size, most) for tile in CANDIDATES]
 
 
 def weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
@@ -335,8 +361,8 @@ class GroupedProducts:
         return weighted_sum(parts, weights)
 
     def _tile(self, x: Tensor, matrices: ExpertMatrices, block_m: int) -> LinearTile:
-        weight = packed(matrices).values
-        shape = weight.shape, weight.dtype, x.dtype, matrices.count, block_m
+        weight = packed(matrices)
+        shape = weight.kind, matrices.outputs, x.shape[1], x.dtype, matrices.count, block_m
         if shape not in self._tiles:
             self._tiles[shape] = first_right(x, matrices, block_m)
         return self._tiles[shape]
@@ -359,9 +385,7 @@ def first_right(x: Tensor, matrices: ExpertMatrices, block_m: int) -> LinearTile
     parts = (probe[:block_m], 0), (probe[block_m:], matrices.count - 1)
     expected = torch.cat([matrices.product(part, expert) for part, expert in parts])
     order, weight = ordered(owners, matrices.count, block_m), packed(matrices)
-    bytes_each = x.element_size() if weight.scales is None else 1
-    for candidate in CANDIDATES:
-        tile = candidate.fitted(block_m, bytes_each, x.element_size(), shared_memory(x.device))
+    for tile in candidates(weight, block_m, x.element_size(), shared_memory(x.device)):
         if is_close(grouped(probe, matrices, order, tile), expected, f"{matrices.count} experts, {tile}"):
             return tile
     raise ModelError("every kernel for mixtures of experts computes wrong products on this GPU; set device='cpu'")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paceline.errors import ModelFormatError
 from paceline.kernels.pack import Fp4Weight, Int4Weight, fp4_numbers
 
 Grid = Literal["int4", "fp4"]
@@ -63,19 +64,26 @@ class FourBitWeight:
         """N."""
         return self.words.shape[-2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes, scales and lows."""
-        return sum(part.nbytes for part in self.tensors())
-
-    def lines(self, lines: slice) -> FourBitWeight:
-        """Return the weights of some of the outputs."""
-        scales, lows = self.scales[..., lines], None if self.lows is None else self.lows[..., lines]
-        return replace(self, words=self.words[..., lines, :], scales=scales, lows=lows)
-
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in memory, the codes first."""
         return tuple(part for part in (self.words, self.scales, self.lows, self.order) if part is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def stacked(self, others: Sequence[FourBitWeight]) -> FourBitWeight:
+        """Stack the matrices of experts; see ``stack``. Raises ModelFormatError for inputs in an order of their own."""
+        if self.order is not None:
+            raise ModelFormatError("experts with GPTQ's activation order in 4 bits; load them with quantization='int8'")
+        return stack([self, *others])
+
+    def of_expert(self, expert: int, count: int) -> FourBitWeight:
+        """The matrix of one of ``count`` experts."""
+        assert len(self.words) == count, "matrices of experts are stacked"
+        lows = None if self.lows is None else self.lows[expert]
+        return FourBitWeight(self.words[expert], self.scales[expert], lows, None, self.inputs)
 
     def to(self, device: torch.device) -> FourBitWeight:
         """Return the weights on a device."""

@@ -12,7 +12,7 @@ Shapes: M rows (tokens), K inputs, N outputs. Weights [N, K] are int8 or float8 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -202,14 +202,15 @@ def linear_kernel(
         share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), parts) * BLOCK_K
         start = part * share
         stop = tl.minimum(start + share, inputs)
+    x_line = x + m.to(tl.int64) * x_stride
     if GRID != "":
         sums = four_bit_sums(
-            x + m.to(tl.int64)[None, :] * x_stride, m < rows, weight, scales, lows, n, outputs, start, stop,
+            x_line[None, :], m < rows, weight, scales, lows, n, outputs, start, stop,
             SHIFTED, GRID, GROUP, WIDENING, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         sums = tile_sums(
-            x + m.to(tl.int64) * x_stride, m < rows, weight, n, n < outputs, scales, outputs, start, stop, inputs,
+            x_line, m < rows, weight, n, n < outputs, scales, outputs, start, stop, inputs,
             SCALED, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, WIDENING, MAJOR,
         )  # fmt: skip
 
@@ -334,11 +335,18 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights and their scales."""
-        return sum(part.nbytes for part in self.tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
-    def lines(self, lines: slice) -> Quantized:
-        """The weights of some of the outputs."""
-        return Quantized(self.values[lines], None if self.scales is None else self.scales[..., lines], self.inputs)
+    def stacked(self, others: Sequence[Quantized]) -> Quantized:
+        """Stack the matrices of experts, one below the other."""
+        parts = [self, *others]
+        scales = [part.scales for part in parts if part.scales is not None]
+        return Quantized(torch.cat([part.values for part in parts]), torch.cat(scales) if scales else None, self.inputs)
+
+    def of_expert(self, expert: int, count: int) -> Quantized:
+        """The matrix of one of ``count`` experts."""
+        values = self.values.view(count, -1, self.values.shape[1])[expert]
+        return Quantized(values, None if self.scales is None else self.scales.view(count, -1)[expert], self.inputs)
 
     def unscaled(self, dtype: torch.dtype) -> Tensor:
         """The quantised numbers [N, K]."""

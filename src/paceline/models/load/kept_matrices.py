@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from paceline.kernels import pack
 from paceline.kernels.pack import Coding, Float8Weight, Format, Fp4Weight, Int4Weight, Weight
-from paceline.kernels.spec import ReadWeight
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble
 from paceline.models.native.matrices import (
@@ -35,9 +35,17 @@ _CODINGS: dict[Format, tuple[Coding, ...]] = {"int8": ("int8",), "int4": ("int4"
 
 @dataclass(frozen=True)
 class KeptMatrix(StoredMatrix):
-    """A matrix that is kept on a device; None: the host."""
+    """A matrix that is kept on a device; None: the host.
+
+    of_one: whether it is of one expert; then float8 codes whose scales are of blocks are rounded again, to one scale a
+        line, as grouped products read them.
+    """
 
     device: torch.device | None = None
+    of_one: bool = False
+
+    def of_expert(self, expert: int) -> Self:
+        return replace(super().of_expert(expert), of_one=True)
 
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format, or in codes of as many bits.
@@ -46,6 +54,8 @@ class KeptMatrix(StoredMatrix):
         """
         with ThreadPoolExecutor(len(self.parts)) as pool:
             codes = list(pool.map(lambda part: _codes(part, _CODINGS[to]), self.parts))
+            if self.of_one:
+                codes = [None if _kind(one) == "float8 in groups" else one for one in codes]
             if not all(_stack(codes[0], other) for other in codes[1:]):
                 codes = [None if one is None or _stands_alone(one) else one for one in codes]
             weights = list(pool.map(lambda part, own: self._kept(part, own, to), self.parts, codes))
@@ -84,7 +94,7 @@ def _stack(one: Weight | None, other: Weight | None) -> bool:
 
 def unread_matrices(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, outcome: Outcome
-) -> tuple[dict[str, Tensor], dict[str, ReadWeight]]:
+) -> tuple[dict[str, Tensor], dict[str, KeptMatrix]]:
     """Return a checkpoint's tensors on a device, its matrices on device "meta", and what reads those.
 
     dtype: of what is no matrix. Raises ModelFormatError for numbers beyond it.
@@ -92,19 +102,4 @@ def unread_matrices(
     parts = matrices_of(checkpoint.placements)
     outcome.total = sum(map(numbers_in, parts.values()))
     tensors = shapes_of(parts) | assemble(others_than(parts, checkpoint.placements), dtype, device)
-    return tensors, {target: _reader(KeptMatrix(found, outcome, device)) for target, found in parts.items()}
-
-
-def _reader(matrix: KeptMatrix) -> ReadWeight:
-    """Return what reads a matrix; those of experts are read one by one, and stand one below the other."""
-    shape = matrix.parts[0].slot.target_shape
-    if len(shape) == 2:
-        return matrix
-    return lambda to: pack.stack([_whole_lines(matrix.of_expert(expert)(to)) for expert in range(shape[0])])
-
-
-def _whole_lines(weight: Weight) -> Weight:
-    """Return a weight whose lines have one scale each, which grouped products read; others are rounded again."""
-    if not isinstance(weight, Float8Weight) or weight.scales.dim() == 1:
-        return weight
-    return pack.quantise(pack.dequantise(weight, weight.values.shape[1]), "fp8")
+    return tensors, {target: KeptMatrix(found, outcome, device) for target, found in parts.items()}

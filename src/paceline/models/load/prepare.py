@@ -187,8 +187,6 @@ def _check_triton(spec: DecoderSpec, name: str, field: str, value: object, optio
     device, quantization = options.device, options.quantization
     if options.deterministic and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ParameterError("deterministic", True, f"not possible yet: {name} is a mixture of experts")
-    if quantization == "int4" and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
-        raise ParameterError(field, value, f"'int8' or 'fp8' on CUDA: {name} is a mixture of experts")
     if options.deterministic and spec.recurrent:
         raise ParameterError("deterministic", True, f"not possible yet: {name} has recurrent layers")
     if options.deterministic and spec.embed_width != spec.width:

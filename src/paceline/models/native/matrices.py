@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import ModelFormatError
 from paceline.kernels import pack
-from paceline.kernels.pack import Coding, Format, Int4Weight, Weight
+from paceline.kernels.pack import Coding, Format, Fp4Weight, Int4Weight, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble, check_finite
@@ -112,14 +113,21 @@ def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
 def codes_of(part: Placement, to: Coding) -> Weight | None:
     """Return the stored codes of a part in a format, its rows in their order here; None if it cannot hold them."""
     stored = part.stored
-    if not isinstance(stored, CodedTensor) or part.transposed or part.alternating:
+    codes = stored.codes(to) if isinstance(stored, CodedTensor) else None
+    if isinstance(codes, Fp4Weight) and part.alternating is not None:
+        return pack.reorder_rows(codes, partial(_apart, parts=part.alternating))
+    if not isinstance(codes, Fp4Weight) and (part.transposed or part.alternating):  # codes of MXFP4 are by output
         return None
-    codes = stored.codes(to)
     if isinstance(codes, pack.Int8Weight | pack.Float8Weight):
         check_finite(codes.scales, part.name)
     if isinstance(codes, pack.Float8Weight) and bool((codes.values.view(torch.int8) & 127 == 127).any()):
         raise ModelFormatError(f"{part.name} has values that are not finite")  # e4m3 has NaN only
     return codes if codes is None or part.slot.order is None else pack.reorder_rows(codes, part.slot.order)
+
+
+def _apart(rows: Tensor, parts: tuple[int, int]) -> Tensor:
+    """Take the parts whose rows alternate apart; parts: see ``Placement.alternating``."""
+    return rows.view(-1, *parts, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def numbers_of(part: Placement) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from paceline.errors import ModelFormatError
 from paceline.kernels.abi import INPUT_MULTIPLE, MOST_TAPS
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.mamba2 import Mamba2
-from paceline.kernels.pack import Format, Weight
 from paceline.kernels.spec import (
     Activation,
     ExpertsNorms,
@@ -25,6 +23,7 @@ from paceline.kernels.spec import (
     LayerWeights,
     LinearWeights,
     NativeSpec,
+    ReadMatrix,
     RecurrentMixer,
     Rotary,
     TokenInputWeights,
@@ -40,17 +39,6 @@ from paceline.models.description.spec import (
     TokenInputsSpec,
 )
 from paceline.models.description.weights import EXPERTS_NORMS, NORMS, shapes
-
-
-class ReadMatrix(Protocol):
-    """Reads a matrix while it is packed."""
-
-    def __call__(self, to: Format) -> Weight: ...
-
-    def of_expert(self, expert: int) -> ReadMatrix:
-        """Return the matrix of one expert, of those that this one has side by side."""
-        ...
-
 
 GATED: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "clamped_silu": "clamped_silu"}
 PLAIN: dict[str, Activation] = {

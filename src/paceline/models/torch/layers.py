@@ -19,7 +19,7 @@ from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, A
 from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
-from paceline.kernels.spec import LinearWeights, ReadWeight, RecurrentMixer
+from paceline.kernels.spec import LinearWeights, ReadMatrix, RecurrentMixer
 from paceline.models.description.latent import by_head, queries_in_order
 from paceline.models.description.mixers import in_order, mixer_of
 from paceline.models.description.spec import (
@@ -48,7 +48,7 @@ class WeightSource:
         spec: DecoderSpec,
         weights: Mapping[str, Tensor],
         linear: LinearFactory,
-        readers: Mapping[str, ReadWeight] | None = None,
+        readers: Mapping[str, ReadMatrix] | None = None,
         experts: LinearFactory | None = None,
     ) -> None:
         """readers: read matrices in a format, by the names of weights, which then only give the shapes.
@@ -105,12 +105,20 @@ class WeightSource:
 
     def experts(self, name: str) -> ExpertMatrices:
         """Return a matrix of all experts, as one linear layer keeps it: weights [E, N, K], biases [E, N]."""
-        stored = self._stored(name)
-        count, outputs, _ = stored.weight.shape
-        bias = None if stored.bias is None else stored.bias.flatten()
-        linear = self._experts(LinearWeights(stored.weight.flatten(0, 1), bias, stored.read))
-        self.kept += linear.tensors()
-        return ExpertMatrices(linear.weight, linear.bias, count, outputs)
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        reader, (count, outputs, _) = self._readers.get(f"{name}.weight"), weight.shape
+        bias = None if bias is None else bias.flatten()
+        if reader is None:
+            linear = self._experts(LinearWeights(weight.flatten(0, 1), bias))
+            self.kept += linear.tensors()
+            return ExpertMatrices(linear.weight, linear.bias, count, outputs)
+        of_experts = (
+            self._experts(LinearWeights(weight[expert], read=reader.of_expert(expert))) for expert in range(count)
+        )
+        first, *others = (linear.weight for linear in of_experts if not isinstance(linear.weight, Tensor))
+        stacked = first.stacked(others)
+        self.kept += (*stacked.tensors(), *(() if bias is None else (bias,)))
+        return ExpertMatrices(stacked, bias, count, outputs)
 
     def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
         """Return a recurrent layer between its matrices. layer: its name, with a point."""
@@ -290,7 +298,8 @@ def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
     gate = parts.linear(f"{layer}.shared_gate", dense) if spec.shared_gate else None
     shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
     norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
-    return Experts(spec, parts.linear(f"{layer}.router", dense), mixture, shared, norms)
+    router = parts.linear(f"{layer}.router", dense)  # a rounded one would choose other experts
+    return Experts(spec, router, mixture, shared, norms)
 
 
 class _TokenInput:

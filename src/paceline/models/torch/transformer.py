@@ -15,7 +15,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels.attention.base import Attend
 from paceline.kernels.gpu.state import Norm
 from paceline.kernels.gpu.steps import steps_for
-from paceline.kernels.spec import ReadWeight, RecurrentMixer
+from paceline.kernels.spec import ReadMatrix, RecurrentMixer
 from paceline.models.base import HiddenStates, PassBytes, RowAdapters, check_taps
 from paceline.models.description.spec import DecoderSpec, ExpertsSpec, Rotary
 from paceline.models.torch.experts import Experts
@@ -80,7 +80,7 @@ class Transformer:
         linear: LinearFactory = dense,
         head: LinearFactory | None = None,
         experts: LinearFactory | None = None,
-        readers: Mapping[str, ReadWeight] | None = None,
+        readers: Mapping[str, ReadMatrix] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
         _check(spec)
