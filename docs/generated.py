@@ -20,7 +20,6 @@ from paceline.cli.main import app as cli
 from paceline.config import ServerConfig
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.description.shards import ModelShard
-from paceline.models.description.spec import DecoderSpec, ExpertsSpec
 from paceline.models.families import FAMILIES
 from paceline.models.families.base import Family
 from paceline.models.files.gguf_tensors import READABLE, UNREADABLE, precision_loss
