@@ -136,6 +136,16 @@ class PageTable:
         self.freed.clear()
         return pages
 
+    def free_around(self, first: int, stop: int, reach: int) -> slice:
+        """Return the pages first to stop - 1, which no slot has, with at most ``reach`` such pages on either side.
+
+        Page 0 counts as one of them: what is written there is never read.
+        """
+        references, low, high = self.references, max(0, first - reach), min(len(self.references), stop + reach)
+        before = next((page + 1 for page in range(first - 1, max(0, low - 1), -1) if references[page]), low)
+        behind = next((page for page in range(stop, high) if references[page]), high)
+        return slice(before, behind)
+
     def _take(self, slot: int, block: int) -> int:
         if free := self.freed or self.unused:
             page = free.pop()
