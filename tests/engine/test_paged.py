@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import math
 import mmap
+import os
 import random
 import time
 from typing import Any
