@@ -1,14 +1,20 @@
-"""Other systems, as far as Linux can show them: a Python without what Windows lacks."""
+"""Other systems, as far as Linux can show them: a Python without what Windows lacks, and cross compilers."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kernels.test_sets import check, compiled, results
+from paceline.kernels import build
+from paceline.kernels.abi import SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,3 +120,55 @@ def test_everything_imports_and_an_engine_decodes_without_what_windows_lacks() -
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 8
+
+
+# --- cross compilers ---
+
+ZIG = importlib.util.find_spec("ziglang")
+WINE = shutil.which("wine") or shutil.which("wine64")
+needs_zig = pytest.mark.skipif(ZIG is None, reason="no cross compiler: pip install ziglang")
+# Zig names processors instead of extensions of the instruction set.
+PROCESSORS = {"-march=armv8.2-a+dotprod": "-mcpu=apple_m1", "-march=armv8.2-a+dotprod+i8mm+bf16": "-mcpu=apple_m2"}
+
+
+def cross_compiler(folder: Path, triple: str) -> str:
+    """A program that compiles for another system with the flags of ``build``."""
+    program = folder / "c++"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"flags = [{PROCESSORS!r}.get(flag, flag) for flag in sys.argv[1:]]\n"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'ziglang', 'c++', '-target', {triple!r}, *flags])\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
+@needs_zig
+def test_the_library_for_macos_has_its_processor_version_and_functions(tmp_path: Path) -> None:
+    library = build._build(cross_compiler(tmp_path, "aarch64-macos.11.0"), tmp_path, build.SOURCES, ()).read_bytes()
+    magic, processor, _, kind, commands = struct.unpack_from("<5I", library)
+    assert (magic, processor, kind) == (0xFEEDFACF, 0x0100000C, 6)  # mach-o/loader.h: 64 bit, Arm, MH_DYLIB
+    place, version = 32, None
+    for _ in range(commands):
+        command, size = struct.unpack_from("<2I", library, place)
+        if command == 0x32:  # LC_BUILD_VERSION: platform, oldest version
+            version = struct.unpack_from("<2I", library, place + 8)
+        place += size
+    assert version == (1, 11 << 16)
+    assert [name for name in SIGNATURES if f"\0_{name}\0".encode() not in library] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
+@needs_zig
+@pytest.mark.skipif(WINE is None, reason="nothing runs programs of Windows: apt-get install wine")
+def test_windows_gives_the_bits_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sets of this machine's processor. The library itself is not linked here."""
+    monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
+    monkeypatch.setenv("WINEDEBUG", "-all")
+    cxx = cross_compiler(tmp_path, "x86_64-windows-gnu")
+    found = results(str(WINE), str(compiled(cxx, "x86_64", tmp_path)))
+    assert {"avx2", "amx-emulated", "avx-vnni-emulated"} & found.keys()
+    check(found)
