@@ -28,7 +28,7 @@ class BuildWithKernels(build_py):
 
     Without a compiler the package is complete all the same: models run in torch, and the start line of every run
     says what is missing. A compiler that fails ends the installation on Linux: a mistake, not
-    a choice. On macOS nothing was ever tried, and the package is installed without them.
+    a choice. macOS and Windows are experimental: the package is installed without them.
     """
 
     def run(self):

@@ -4,7 +4,11 @@
 #include <exception>
 #include <type_traits>
 
+#if defined(_WIN32)
+#define PL_EXPORT extern "C" __declspec(dllexport)
+#else
 #define PL_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 
 namespace paceline {
 

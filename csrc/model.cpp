@@ -1,13 +1,14 @@
 #include "experts.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
+#include "system.h"
+
 namespace paceline {
 
-Buffer::~Buffer() { std::free(data_); }
+Buffer::~Buffer() { free_aligned(data_); }
 
 const char* Model::problem_with(const Tokens& fed, const Cache& cache) const {
   for (int i = 0; i < fed.count; ++i) {
@@ -65,11 +66,11 @@ const char* problem_with_trees(const Tokens& t, int64_t capacity) {
 
 void Buffer::grow(size_t bytes) {
   if (bytes <= bytes_) return;
-  std::free(data_);
+  free_aligned(data_);
   data_ = nullptr;
   bytes_ = 0;  // so that a later call tries again if there is no memory now
   bytes = (bytes + 63) / 64 * 64;
-  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
+  data_ = static_cast<uint8_t*>(new_aligned(bytes));
   if (!data_) throw std::bad_alloc();
   bytes_ = bytes;
   std::memset(data_, 0, bytes_);

@@ -1,10 +1,19 @@
 #include "system.h"
 
+#if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#include <malloc.h>
+#include <windows.h>
+#else
 #include <sys/mman.h>
+#endif
 
 #include <cerrno>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
+
+#include "old_glibc.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -26,6 +35,16 @@ size_t whole_pages(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
 
 }  // namespace
 
+#if defined(_WIN32)
+
+// Ordinary pages: large ones need a privilege that users do not have. The system gives zeros, 64 KiB aligned.
+void* new_huge_pages(size_t bytes) { return VirtualAlloc(nullptr, whole_pages(bytes), MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE); }
+void free_huge_pages(void* memory, size_t) { VirtualFree(memory, 0, MEM_RELEASE); }
+void* new_aligned(size_t bytes) { return _aligned_malloc(bytes, 64); }
+void free_aligned(void* memory) { _aligned_free(memory); }
+
+#else
+
 void* new_huge_pages(size_t bytes) {
   bytes = whole_pages(bytes);
   uint8_t* raw = static_cast<uint8_t*>(mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -40,6 +59,10 @@ void* new_huge_pages(size_t bytes) {
 }
 
 void free_huge_pages(void* memory, size_t bytes) { munmap(memory, whole_pages(bytes)); }
+void* new_aligned(size_t bytes) { return std::aligned_alloc(64, bytes); }
+void free_aligned(void* memory) { std::free(memory); }
+
+#endif
 
 #if defined(__linux__) && !defined(PL_WITHOUT_FUTEX)
 

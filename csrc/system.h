@@ -1,5 +1,5 @@
 // What differs between operating systems: memory in huge pages, sleeping threads, places of threads and pages, the tiles'
-// permission. Linux is tested; elsewhere (macOS) the same functions are made of portable parts, and nothing was ever run.
+// permission. Linux is tested; macOS is compiled only; of Windows, wine runs what tests/test_platforms.py builds.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,10 @@ namespace paceline {
 // Zeroed memory in huge pages where there are any; null if there is none.
 void* new_huge_pages(size_t bytes);
 void free_huge_pages(void* memory, size_t bytes);
+
+// Uninitialised memory for vector registers, bytes a multiple of 64; null if there is none.
+void* new_aligned(size_t bytes);
+void free_aligned(void* memory);
 
 // Returns when the word no longer holds this value, or earlier; wake_all is called after a change.
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value);
@@ -39,8 +43,8 @@ class NearCpus {
   NearCpus& operator=(const NearCpus&) = delete;
 
  private:
-  CpuSet callers_{};
-  bool moved_ = false;
+  [[maybe_unused]] CpuSet callers_{};
+  [[maybe_unused]] bool moved_ = false;
 };
 
 // Places the pages from `first` to `last` on a NUMA node: those not yet touched, and each whole page nearest to the ends.

@@ -15,7 +15,7 @@ constexpr int kTileBytes = 64;  // per line
 
 // Tiles 0 to 3 are sums, rows by 16 columns; 4 and 5 are weights, lines of 16 columns; 6 and 7 are the rows' inputs. The
 // time of a product grows with its rows.
-struct alignas(64) TileConfig {
+struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t line_bytes[16] = {};
   uint8_t rows[16] = {};
@@ -31,7 +31,7 @@ struct alignas(64) TileConfig {
 #ifdef PL_EMULATE_TILES
 
 struct Tile {
-  alignas(64) uint8_t line[kTileRows][kTileBytes];
+  uint8_t line[kTileRows][kTileBytes];
 };
 thread_local Tile tiles[8];
 thread_local TileConfig configured;

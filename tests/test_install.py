@@ -120,7 +120,21 @@ def test_what_is_missing_for_the_kernels_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "source_hash", lambda: "")  # installed by pip: there are no sources
     assert "--no-binary paceline" in build.how_to_build()
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")  # type: ignore[attr-defined]
-    assert build.how_to_build() == "the kernels are for 64-bit x86 and Arm, this is linux on riscv64"
+    supported = "darwin on arm64, linux on aarch64, linux on x86_64, win32 on AMD64"
+    assert build.how_to_build() == f"the kernels are for {supported}; this is linux on riscv64"
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "hint"), [("darwin", "arm64", "xcode-select"), ("win32", "AMD64", "clang++")]
+)
+def test_the_compiler_of_another_system_is_named(
+    system: str, machine: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(build.sys, "platform", system)  # type: ignore[attr-defined]
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)  # type: ignore[attr-defined]
+    assert hint in build.what_is_missing()
 
 
 SERVE = "from paceline.cli.main import app; app(['serve', 'smollm2-135m'])"

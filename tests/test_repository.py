@@ -16,7 +16,9 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-YAML = [ROOT / ".github" / "workflows" / "check.yml", ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff", *FORMS]
+WORKFLOWS = ROOT / ".github" / "workflows"
+OTHERS = [WORKFLOWS / "other-systems.yml", *FORMS]
+YAML = [WORKFLOWS / "check.yml", ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff", *OTHERS]
 
 
 def load(path: Path) -> dict[Any, Any]:

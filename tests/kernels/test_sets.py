@@ -32,12 +32,13 @@ pytestmark = pytest.mark.slow
 
 def compiled(cxx: str, machine: str, folder: Path) -> Path:
     newer = machine == "x86_64" and build._knows(cxx, build._NEWER)
-    extra = (f"-I{build.SOURCES}", *(("-DPL_WITH_NEWER",) if newer else ()))
+    extra = (f"-I{build.SOURCES}", *build.system_flags(cxx), *(("-DPL_WITH_NEWER",) if newer else ()))
     every = build.files_for(machine, newer)
     files = {path: flags for path, flags in every.items() if path.name in NEEDED or path.name.startswith("kernels_")}
     objects = build.compile_files(cxx, {**files, PROGRAM: ()}, folder, extra)
-    subprocess.run([cxx, "-pthread", *objects, "-o", str(folder / "sets")], check=True)
-    return folder / "sets"
+    program = folder / "sets.exe"  # Windows needs the ending
+    subprocess.run([cxx, "-pthread", *build.system_flags(cxx), *objects, "-o", str(program)], check=True)
+    return program
 
 
 def results(*command: str) -> dict[str, dict[str, str]]:
@@ -47,7 +48,8 @@ def results(*command: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for line in done.stdout.splitlines():
         if ":" not in line:
-            name, function, digest = line.split()
+            name, _, of_function = line.partition(" ")
+            function, _, digest = of_function.rpartition(" ")
             found.setdefault(name, {})[function] = digest
     return found
 

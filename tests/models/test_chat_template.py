@@ -19,6 +19,7 @@ import real_models
 from hostile.at_random import BOMBS
 from paceline.chat.families import FORMATS
 from paceline.chat.messages import for_template
+from paceline.core import child_limits
 from paceline.errors import RequestError
 from paceline.models.files.gguf import GGUFFile
 from paceline.models.text import chat_template
@@ -86,7 +87,11 @@ def test_hostile_templates_are_stopped(bomb: str, short_limits: None) -> None:
     assert not Path("/tmp/was-here").exists()
 
 
-def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(short_limits: None) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(
+    short_limits: None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_limits, "BY_KERNEL", by_kernel)
     template = ChatTemplate("{% if messages[0].content == 'run' %}" + BOMBS[0] + "{% endif %}done", SPECIAL)
     assert template.render(TALK) == "done"
     with pytest.raises(RequestError, match="more than 1 seconds"):
@@ -94,12 +99,14 @@ def test_a_runaway_template_is_killed_and_the_next_conversation_is_served(short_
     assert template.render(TALK) == "done"
 
 
-def test_memory_and_text_length_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_memory_and_text_length_are_limited(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_limits, "BY_KERNEL", by_kernel)
     monkeypatch.setattr(chat_template, "CHARACTERS", 1000)
     with pytest.raises(RequestError, match="more than 1000 characters"):
         ChatTemplate("{% for i in range(99999) %}xxxxxxxxxx{% endfor %}", SPECIAL).render(TALK)
     with pytest.raises(RequestError, match="more than 512 MiB"):
-        ChatTemplate("{{ 'x' * 10**12 }}", SPECIAL).render(TALK)
+        ChatTemplate("{{ 'x' * 10**9 }}", SPECIAL).render(TALK)
 
 
 def test_errors_of_a_template_keep_its_message() -> None:

@@ -15,6 +15,7 @@ import torch
 from models.test_tokenizer import sentencepiece_backend, wrap
 from paceline.chat.values import ToolDefinition
 from paceline.config import SamplingParams, StructuredOutputs
+from paceline.core import child_limits
 from paceline.core.outputs import CompletionOutput
 from paceline.errors import StructureError
 from paceline.llm import LLM
@@ -136,7 +137,11 @@ def test_an_error_in_another_branch_does_not_end_the_answer(usual: Grammars) -> 
     ("limits", "wanted"),
     [({"compile_cpu_seconds": 0.3}, BOMB), ({"compile_cpu_seconds": 60, "compile_memory_bytes": 0}, BOMB)],
 )
-def test_structures_that_exceed_a_compile_limit_are_refused(limits: dict[str, Any], wanted: StructuredOutputs) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_structures_that_exceed_a_compile_limit_are_refused(
+    limits: dict[str, Any], wanted: StructuredOutputs, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_limits, "BY_KERNEL", by_kernel)
     found = grammars(**MANY_PARTS, **limits)
     for _ in range(2):  # the second time from the cache
         with pytest.raises(StructureError, match="too much"):

@@ -19,6 +19,7 @@ from paceline.errors import ParameterError
 
 _PART = re.compile(r"\.[0-9a-f]{12}\.part(\.\w+)?")
 _LEFT_SECONDS = 24 * 3600  # a writer that is alive has written within this time
+_LOCKED_BYTE = 2**31 - 2  # on Windows, whose locks keep readers out: far behind the content of any locked file
 _READABLE = "a text file that can be read as UTF-8"
 
 
@@ -62,7 +63,7 @@ def _check_one(option: str, path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError("this is a directory")
         if _is_special(path):
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            os.close(os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)))
             return
         part = _part_of(path)
         part.open("x").close()
@@ -76,14 +77,30 @@ def lock(file: IO[Any], option: str, path: Path, allowed: str) -> None:
 
     Raises ParameterError if another one has it, or if the file system has no locks.
     """
-    import fcntl  # not on every system
-
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        _take(file)
+    except (BlockingIOError, PermissionError) as error:
         raise ParameterError(option, str(path), allowed) from error
     except OSError as error:
         raise ParameterError(option, str(path), f"on a file system that can lock files ({error})") from error
+
+
+def _take(file: IO[Any]) -> None:
+    """Lock an open file. Raises BlockingIOError, or PermissionError on Windows, if another process has it."""
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+
+        descriptor = file.fileno()
+        position = os.lseek(descriptor, 0, os.SEEK_CUR)
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        finally:
+            os.lseek(descriptor, position, os.SEEK_SET)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-LIBRARY = "_native.so"
+LIBRARY = "_native.so"  # on macOS and Windows, too: whatever its name, ctypes loads it by its path
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE.parents[2] / "csrc"
 
@@ -46,11 +46,16 @@ _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels_i8mm.cpp": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
     },
 }
-# Systems, and their names for the kinds of CPU. macOS: nothing was ever built or run there.
-_MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
+# Systems, and their names for the kinds of CPU. macOS and Windows: cross compilers build the library, docs/install.md.
+_MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
+_INSTALL = {
+    "linux": "install g++ (apt-get install g++, dnf install gcc-c++)",
+    "darwin": "install Apple's command line tools (xcode-select --install)",
+    "win32": "install clang++ of llvm-mingw (winget install MartinStorsjo.LLVM-MinGW.UCRT)",
+}
 # No -ffast-math and no contraction: bits must not depend on the optimiser. GCC 12 warns in its own headers.
 _COMMON = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
+    *("-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
     *(
         "-Wall",
         "-Wextra",
@@ -68,17 +73,34 @@ class BuildError(RuntimeError):
 
 def compiler() -> str | None:
     """Path of the C++ compiler: $CXX if set, else g++ or clang++; None if missing, or on an unsupported platform."""
-    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
+    usual = ("clang++",) if sys.platform == "win32" else ("g++", "clang++")
+    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else usual
     return next(filter(None, map(shutil.which, wanted)), None) if _is_for_this_machine() else None
 
 
 def target(cxx: str) -> str:
     """The kind of CPU that a compiler compiles for; a cross compiler's is another one. Raises BuildError if unknown."""
-    triple = _run([cxx, "-dumpmachine"]).strip()
+    triple = _triple(cxx)
     name = triple.partition("-")[0].replace("arm64", "aarch64")
     if name not in _FLAGS:
         raise BuildError(f"{cxx} compiles for {triple}, the kernels are for {' and '.join(_FLAGS)}")
     return name
+
+
+def system_flags(cxx: str) -> tuple[str, ...]:
+    """Flags by the system that a compiler compiles for. Raises BuildError for GCC on Windows.
+
+    GCC leaves the stack of a Windows function aligned to 16 bytes, where vector registers may be stored with
+    instructions that need more.
+    """
+    triple = _triple(cxx)
+    if "mingw32" in triple:
+        raise BuildError(f"{cxx} compiles for {triple}: GCC aligns no stack for AVX on Windows; {_INSTALL['win32']}")
+    return ("-static",) if "windows" in triple else ("-fPIC",)
+
+
+def _triple(cxx: str) -> str:
+    return _run([cxx, "-dumpmachine"]).strip()
 
 
 def what_is_missing() -> str:
@@ -86,10 +108,11 @@ def what_is_missing() -> str:
     if compiler() is not None:
         return ""
     if not _is_for_this_machine():
-        return f"the kernels are for 64-bit x86 and Arm, this is {sys.platform} on {platform.machine()}"
+        supported = ", ".join(f"{system} on {machine}" for system, machine in sorted(_MACHINES))
+        return f"the kernels are for {supported}; this is {sys.platform} on {platform.machine()}"
     if own := os.environ.get("CXX"):
         return f"there is no program CXX={own} (a name or a path, without flags)"
-    return "no C++ compiler found: install g++ (apt-get install g++, dnf install gcc-c++) or set CXX"
+    return f"no C++ compiler found: {_INSTALL[sys.platform]} or set CXX"
 
 
 def how_to_build() -> str:
@@ -163,6 +186,7 @@ def _build(cxx: str, destination: Path, sources: Path, extra: tuple[str, ...]) -
     files = files_for(machine, newer, sources)
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
+        extra = (*system_flags(cxx), *extra)
         defines = (f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(("-DPL_WITH_NEWER",) if newer else ()))
         objects = compile_files(cxx, files, Path(scratch), (*extra, *defines))
         made = Path(scratch, LIBRARY)
@@ -178,7 +202,9 @@ def _knows(cxx: str, flags: tuple[str, ...]) -> bool:
         "__m256i g(__m256i a) { return _mm256_dpbusd_avx_epi32(a, a, a); }"
     )
     command = [cxx, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
-    return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
+    with tempfile.TemporaryDirectory() as scratch:  # zig leaves a file there
+        done = subprocess.run(command, input=program, cwd=scratch, capture_output=True, text=True, check=False)
+    return done.returncode == 0
 
 
 def _run(command: list[str]) -> str:

@@ -259,7 +259,8 @@ class Pool:
 _pools: dict[tuple[int, tuple[Node, ...]], Pool] = {}
 # A forked child has none of its parent's threads and must make its own. A model whose call ran during the fork stays
 # locked in the child.
-os.register_at_fork(after_in_child=_pools.clear)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_pools.clear)
 
 
 def pool(kernels: Kernels, threads: int, nodes: tuple[Node, ...] = ()) -> Pool:

@@ -34,7 +34,10 @@ def watch_signals(limit: float, is_loading: Callable[[], bool]) -> None:
 
 def _watch(reader: socket.socket, limit: float, is_loading: Callable[[], bool]) -> None:
     _next_signal(reader)
-    signal.setitimer(signal.ITIMER_REAL, limit + _ALARM)  # set in the kernel: it works even if no Python thread runs
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(
+            signal.ITIMER_REAL, limit + _ALARM
+        )  # set in the kernel: it works even if no Python thread runs
     if is_loading():
         log.info("ended while loading")
         _end(0)

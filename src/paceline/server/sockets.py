@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import resource
 import socket
 import sys
 from typing import Any
@@ -56,7 +55,8 @@ def _addresses(config: ServerConfig) -> list[tuple[socket.AddressFamily, tuple[A
 def _bind(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # SO_REUSEADDR lets a restarted server listen at once; on Windows it would let another process take the port.
+        made.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR), 1)
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
@@ -85,6 +85,10 @@ def _explain(error: OSError, config: ServerConfig) -> ParameterError:
 
 def _allow_open_files(needed: int) -> None:
     """Raise the process's limit of open files if necessary. Raises ParameterError if that is not allowed."""
+    try:
+        import resource
+    except ImportError:  # Windows limits no process's open sockets
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -13,9 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from paceline import errors
+from paceline.core import child_limits
+from paceline.core.child_limits import Watch, was_ended_by
 from paceline.errors import StructureError
 from paceline.structured import trial_program
 from paceline.structured.limits import GrammarLimits
+from paceline.structured.trial_program import OWN_MEMORY_BYTES
 
 POLL_SECONDS = 0.05
 
@@ -57,20 +59,24 @@ def try_out(job: TrialJob, limits: GrammarLimits, stopped: Callable[[], bool]) -
     UndecidedError if the request has ended, or if the machine is too busy to tell.
     """
     package = str(Path(errors.__file__).parent.parent)
-    settings = json.dumps({"limits": asdict(limits), "paths": [package, *filter(None, sys.path)]})
+    paths = [package, *filter(None, sys.path)]
+    settings = json.dumps({"limits": asdict(limits), "paths": paths, "limits_itself": child_limits.BY_KERNEL})
     deadline = time.monotonic() + limits.compile_wall_seconds
     command = [sys.executable, "-I", "-S", trial_program.__file__, settings]
     with TemporaryFile() as job_file:
         job_file.write(json.dumps(asdict(job)).encode())
         job_file.seek(0)
         with subprocess.Popen(command, stdin=job_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            watch = Watch(process, OWN_MEMORY_BYTES + limits.compile_memory_bytes, limits.compile_cpu_seconds)
             try:
-                output = _output_of(process, deadline, stopped)
+                with watch:
+                    output = _output_of(process, deadline, stopped)
             finally:
                 process.kill()
-    if output is None or process.returncode == -signal.SIGKILL:  # no fault of the structure: it may be tried again
+    was_killed = was_ended_by(process, "SIGKILL") and not watch.exceeded
+    if output is None or was_killed:  # no fault of the structure: it may be tried again
         raise UndecidedError("the requested structure could not be compiled: the machine is too busy; try again")
-    if process.returncode == -signal.SIGPROF:
+    if watch.exceeded == "time" or was_ended_by(process, "SIGPROF"):
         raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
     if not output:
         raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")

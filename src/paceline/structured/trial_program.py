@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import signal
 import sys
 from collections.abc import Collection, Mapping
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_OWN_MEMORY_BYTES = 64 * 2**20  # twice the address space of Python and llguidance
+OWN_MEMORY_BYTES = 64 * 2**20  # twice the address space of Python and llguidance
 
 
 def compiled(tokens: LLTokenizer, grammar: str, limits: Mapping[str, Any]) -> LLMatcher:
@@ -55,17 +54,15 @@ def walk(matcher: LLMatcher, ends: Collection[int], steps: int) -> None:
 def main() -> None:
     """Print the grammar and llguidance's errors, or why the structure is refused, as JSON.
 
-    The kernel kills this process at its limits.
+    The kernel kills this process at its limits, or its parent where the kernel has none.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a server that shuts down still finishes its answers
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     sys.path[:0] = settings["paths"]
     limits = settings["limits"]
-    signal.setitimer(signal.ITIMER_PROF, limits["compile_cpu_seconds"])
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_STACK, limits["compile_stack_bytes"])
-    _limit(resource.RLIMIT_AS, _OWN_MEMORY_BYTES + limits["compile_memory_bytes"])
+    if settings["limits_itself"]:
+        _limit_itself(limits)
     sys.stdout.write(json.dumps(_tried(json.load(sys.stdin), limits)))
 
 
@@ -91,9 +88,18 @@ def _tried(job: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _limit(kind: int, size: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+def _limit_itself(limits: Mapping[str, Any]) -> None:
+    import resource  # Windows has none
+
+    signal.setitimer(signal.ITIMER_PROF, limits["compile_cpu_seconds"])
+    sizes = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: limits["compile_stack_bytes"],
+        resource.RLIMIT_AS: OWN_MEMORY_BYTES + limits["compile_memory_bytes"],
+    }
+    for kind, size in sizes.items():
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 
 
 if __name__ == "__main__":

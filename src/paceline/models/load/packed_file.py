@@ -170,23 +170,30 @@ def _read_into(memory: Tensor, path: Path, checksums: Sequence[int]) -> None:
 
     The file is read instead of mapped: the weights then use huge pages, count as used memory and cannot change later.
     """
-    with path.open("rb") as file, _threads() as pool:
-        start = os.fstat(file.fileno()).st_size - memory.nbytes  # the only tensor is at the end of the file
+    with _threads() as pool:
+        start = path.stat().st_size - memory.nbytes  # the only tensor is at the end of the file
         blocks = torch.split(memory, _BLOCK)
         offsets = range(start, start + memory.nbytes, _BLOCK)
-        found = list(pool.map(lambda block, offset: _read_block(block, file.fileno(), offset), blocks, offsets))
+        found = list(pool.map(lambda block, offset: _read_block(block, path, offset), blocks, offsets))
     if found != checksums:
         raise ModelFormatError("its checksums are wrong")
 
 
-def _read_block(block: Tensor, file: int, offset: int) -> int:
-    """Fill the block from the file descriptor ``file``, starting at ``offset`` bytes; return its CRC-32."""
+def _read_block(block: Tensor, path: Path, offset: int) -> int:
+    """Fill the block from the file, starting at ``offset`` bytes; return its CRC-32.
+
+    Threads open the file of their own, because not every system reads at an offset without moving a shared one.
+    """
+    if offset < 0:
+        raise ModelFormatError("its size is wrong")
     checksum = 0
-    for part in torch.split(block, _READ_BYTES):
-        view = part.numpy().data
-        if offset < 0 or os.preadv(file, [view], offset) < len(view):
-            raise ModelFormatError("its size is wrong")
-        checksum, offset = zlib.crc32(view, checksum), offset + len(view)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        for part in torch.split(block, _READ_BYTES):
+            view = part.numpy().data
+            if file.readinto(view) < len(view):
+                raise ModelFormatError("its size is wrong")
+            checksum = zlib.crc32(view, checksum)
     return checksum
 
 

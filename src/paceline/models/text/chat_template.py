@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.core import child_limits
+from paceline.core.child_limits import Watch, was_ended_by
 from paceline.errors import RequestError
 from paceline.models.files.boundary import brief
 
@@ -34,6 +36,7 @@ class ChatTemplate:
 
     def __init__(self, template: str, variables: Mapping[str, str]) -> None:
         self._settings = {"template": template, "seconds": SECONDS, "memory": MEMORY, "characters": CHARACTERS}
+        self._settings["limits_itself"] = child_limits.BY_KERNEL
         self._variables = dict(variables)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -71,10 +74,12 @@ class ChatTemplate:
         assert process.stdout is not None
         timer = threading.Timer(WALL_SECONDS, process.kill)
         timer.start()
+        watch = Watch(process, MEMORY, SECONDS)
         try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
+            with watch:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
         except OSError:  # the process has exited
             reply = ""
         except BaseException:  # an interrupt: the next conversation must not get this one's text
@@ -86,7 +91,7 @@ class ChatTemplate:
         if reply.endswith("\n"):
             return dict(json.loads(reply))
         self._process = None
-        return {"error": _exit_reason(process)}
+        return {"error": _exit_reason(process, watch)}
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -118,15 +123,15 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             raise RequestError(f"it leaves out messages of the role {role!r}; use {', '.join(_ROLES)}")
 
 
-def _exit_reason(process: subprocess.Popen[str]) -> str:
-    try:
-        status = process.wait(1)
-    except subprocess.TimeoutExpired:
-        status = 0
+def _exit_reason(process: subprocess.Popen[str], watch: Watch) -> str:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(1)
     _end(process)
-    if -status in (signal.SIGXCPU, signal.SIGKILL):
+    if watch.exceeded == "memory":
+        return f"it needs more than {MEMORY >> 20} MiB"
+    if watch.exceeded == "time" or was_ended_by(process, "SIGXCPU", "SIGKILL"):
         return f"it takes more than {SECONDS} seconds"
-    return f"the process that renders it ended with status {status}"
+    return f"the process that renders it ended with status {process.returncode}"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

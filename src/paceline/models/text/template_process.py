@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import signal
 import sys
 import time
@@ -24,6 +23,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+_USUAL_BYTES = 64 << 20  # address space of this process before the first conversation, with a margin
 
 
 class _Generation(Extension):
@@ -105,19 +106,26 @@ def _text(template: jinja2.Template, variables: dict[str, Any], characters: int)
 
 def _limit(kind: int, amount: int) -> None:
     """Set a soft limit, at most the hard limit of this process."""
+    import resource  # Windows has none: there the parent has no limits set
+
     _, hard = resource.getrlimit(kind)
     amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
     resource.setrlimit(kind, (amount, hard))
 
 
 def _limit_memory(additional_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    import resource
+
+    usage = Path("/proc/self/statm")
+    used = int(usage.read_text().split()[0]) * resource.getpagesize() if usage.exists() else _USUAL_BYTES
     _limit(resource.RLIMIT_AS, used + additional_bytes)
     _limit(resource.RLIMIT_CORE, 0)
 
 
 def _limit_time(seconds: int) -> None:
     """Limit the CPU time from now on; the kernel kills the process when it is used up."""
+    import resource
+
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
 
 
@@ -140,10 +148,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
-    _limit_memory(settings["memory"])
+    if settings["limits_itself"]:
+        _limit_memory(settings["memory"])
     templates: list[jinja2.Template] = []
     for line in sys.stdin:
-        _limit_time(settings["seconds"])
+        if settings["limits_itself"]:
+            _limit_time(settings["seconds"])
         sys.stdout.write(json.dumps(_reply(settings, line, templates)) + "\n")
         sys.stdout.flush()
 

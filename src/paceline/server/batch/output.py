@@ -97,6 +97,8 @@ def _is_failure(document: dict[str, Any]) -> bool:
 
 def _sync_directory(path: Path) -> None:
     """Flush the directory, so that a new file survives a crash of the machine."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no directories
+        return
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -84,10 +84,13 @@ class Sandbox:
 
     weak: run programs even if the kernel allows no namespaces. Resource limits, the system call filter and the empty
     environment remain.
-    Raises SandboxError if namespaces are not allowed and ``weak`` is False, or if programs do not run at all.
+    Raises SandboxError on other systems than Linux, if namespaces are not allowed and ``weak`` is False, or if programs
+    do not run at all.
     """
 
     def __init__(self, limits: SandboxLimits | None = None, *, weak: bool = False) -> None:
+        if sys.platform != "linux":
+            raise SandboxError("a model's programs run on Linux only, whose kernel can isolate them")
         self.limits = limits or SandboxLimits()
         self._enclosed = True
         refused = self._refused()

@@ -22,7 +22,6 @@ import ctypes
 import errno
 import json
 import os
-import resource
 import select
 import signal
 import site
@@ -31,6 +30,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,12 +75,15 @@ _ALLOWED_IF = {  # index of the argument, and its allowed values
     "prlimit64": (0, (0,)),  # its own limits only
 }
 
-_libc = ctypes.CDLL(None, use_errno=True)
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> None:
     """Call a function of the C library. Raises OSError with the function's name if it fails."""
-    if getattr(_libc, name)(*arguments) != 0:
+    if getattr(_libc(), name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
@@ -248,6 +251,8 @@ def give_up_rights() -> None:
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
     """Set this process's resource limits. It cannot start processes or threads any more."""
+    import resource  # not at the top: sandbox.py has this file's constants on every system
+
     limits = {"AS": memory_bytes, "FSIZE": FILE_BYTES, "NOFILE": OPEN_FILES, "CORE": 0, "NPROC": 0}
     for name, limit_value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit_value, limit_value))
@@ -274,6 +279,8 @@ def run_and_exit(job: dict[str, Any], calls: SystemCalls, null: int, secret: int
 
 
 def _close_all_but(*handles: int) -> None:
+    import resource
+
     first = 3
     for handle in sorted(handles):
         os.closerange(first, handle)

@@ -1,0 +1,174 @@
+"""Other systems, as far as Linux can show them: a Python without what Windows lacks, and cross compilers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.test_sets import check, compiled, results
+from paceline.kernels import build
+from paceline.kernels.abi import SIGNATURES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What Python has on Linux and not on Windows, as far as anything here asks for it.
+WINDOWS = """
+import asyncio, multiprocessing, subprocess, socket, mmap, os, signal, sys, sysconfig, tempfile
+sys.modules["triton"] = None
+# Packages of others come first: what they do on Windows is theirs.
+import torch, transformers.generation, prompt_toolkit, psutil, httpx, uvicorn.main
+import fastapi, typer.main, click, rich.console, rich.progress
+from transformers import PreTrainedModel
+sysconfig.get_config_vars()
+modules = {"fcntl", "resource", "termios", "pwd", "grp", "pty"}
+sys.modules |= dict.fromkeys(modules)
+missing = {
+    os: ("register_at_fork", "fork", "preadv", "pread", "pwrite", "geteuid", "getuid", "sched_getaffinity", "killpg",
+         "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "set_blocking"),
+    signal: ("setitimer", "ITIMER_REAL", "ITIMER_PROF", "SIGXCPU", "SIGPROF", "SIGALRM", "SIGHUP"),
+    mmap: ("MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_NORESERVE", "MADV_DONTNEED", "MADV_NOHUGEPAGE"),
+    socket: ("AF_UNIX", "TCP_USER_TIMEOUT"),
+}
+for module, names in missing.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+socket.SO_EXCLUSIVEADDRUSE = 15  # SO_REUSEPORT of Linux: some option that exists
+sys.platform = "win32"
+"""
+USE = """
+OPTIONAL = ("triton", "ray", "lm_eval", "llm")  # packages that may not be installed
+import importlib, pkgutil, paceline
+failed = []
+for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
+    if module.name.rpartition(".")[2] not in ("__main__", "_native"):
+        try:
+            importlib.import_module(module.name)
+        except Exception as error:
+            if (getattr(error, "name", "") or "").partition(".")[0] not in OPTIONAL:
+                failed.append(f"{module.name}: {error!r}")
+assert not failed, failed
+
+from pathlib import Path
+from types import SimpleNamespace
+from paceline.config import ServerConfig
+from paceline.config.files import lock
+from paceline.core import row_tables
+from paceline.models.text.chat_template import ChatTemplate
+from paceline.server.sockets import listen
+from paceline.tools.evaluation.sandbox import Sandbox, SandboxError
+from toy import make_engine, tiny_native, run
+from paceline import SamplingParams
+
+assert not row_tables.GROWS
+assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "hello"}]) == "hello"
+for opened in listen(ServerConfig(port=0)):
+    opened.close()
+try:
+    Sandbox()
+except SandboxError as error:
+    assert "Linux only" in str(error)
+locked, place = [], lambda file: os.lseek(file, 0, os.SEEK_CUR)
+sys.modules["msvcrt"] = SimpleNamespace(LK_NBLCK=2, locking=lambda file, *how: locked.append((place(file), *how)))
+with tempfile.TemporaryFile() as file:
+    lock(file, "output", Path("x"), "another file")
+    assert locked == [(2**31 - 2, 2, 1)]
+    assert file.tell() == 0
+engine = make_engine(tiny_native(0))
+[answer] = run(engine, [[1, 2, 3]], [SamplingParams(temperature=0, max_tokens=8)])
+print(*answer.outputs[0].token_ids)
+"""
+
+
+# Names of POSIX or Linux, and the files that may have them: behind a check, within a function, or for Linux only.
+POSIX = {
+    r"^import (fcntl|resource|termios|pwd|grp|pty)": (),
+    r"os\.(register_at_fork|sched_\w+|getuid|geteuid)": ("kernels/native.py", "core/cpus.py", "engine/prefix_files.py"),
+    r"os\.(fork|preadv?|pwritev?|killpg|O_NONBLOCK|O_DIRECTORY|O_NOFOLLOW)\b": (),
+    r"signal\.(SIGKILL|SIGXCPU|SIGPROF|SIGALRM|SIGHUP|SIGUSR\d|setitimer)": (
+        "server/ending.py",
+        "structured/trial_program.py",
+    ),
+    r"mmap\.(MAP_|MADV_)": ("core/row_tables.py",),
+    r"socket\.(AF_UNIX|TCP_USER_TIMEOUT)": ("server/sockets.py",),
+    r"/proc/": ("core/cgroups.py", "core/hardware.py", "models/text/template_process.py"),
+}
+
+
+def test_names_that_only_some_systems_have_are_where_they_are_expected() -> None:
+    package = ROOT / "src" / "paceline"
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if not name.startswith("tools/evaluation/sandbox"):  # Linux only, as it says
+            text = path.read_text(encoding="utf-8")
+            names = [p for p, files in POSIX.items() if name not in files and re.search(p, text, re.MULTILINE)]
+            assert not names, f"{name}: not on every system"
+
+
+@pytest.mark.slow  # it imports every module and the packages of others
+def test_everything_imports_and_an_engine_decodes_without_what_windows_lacks() -> None:
+    """An engine with kernels, a chat template and a server's sockets, too; what is refused says why."""
+    tests = Path(__file__).parent
+    program = f"{WINDOWS}\nsys.path.append({str(tests)!r})\n{USE}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 8
+
+
+# --- cross compilers ---
+
+ZIG = importlib.util.find_spec("ziglang")
+WINE = shutil.which("wine") or shutil.which("wine64")
+needs_zig = pytest.mark.skipif(ZIG is None, reason="no cross compiler: pip install ziglang")
+# Zig names processors instead of extensions of the instruction set.
+PROCESSORS = {"-march=armv8.2-a+dotprod": "-mcpu=apple_m1", "-march=armv8.2-a+dotprod+i8mm+bf16": "-mcpu=apple_m2"}
+
+
+def cross_compiler(folder: Path, triple: str) -> str:
+    """A program that compiles for another system with the flags of ``build``."""
+    program = folder / "c++"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"flags = [{PROCESSORS!r}.get(flag, flag) for flag in sys.argv[1:]]\n"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'ziglang', 'c++', '-target', {triple!r}, *flags])\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
+@needs_zig
+def test_the_library_for_macos_has_its_processor_version_and_functions(tmp_path: Path) -> None:
+    library = build._build(cross_compiler(tmp_path, "aarch64-macos.11.0"), tmp_path, build.SOURCES, ()).read_bytes()
+    magic, processor, _, kind, commands = struct.unpack_from("<5I", library)
+    assert (magic, processor, kind) == (0xFEEDFACF, 0x0100000C, 6)  # mach-o/loader.h: 64 bit, Arm, MH_DYLIB
+    place, version = 32, None
+    for _ in range(commands):
+        command, size = struct.unpack_from("<2I", library, place)
+        if command == 0x32:  # LC_BUILD_VERSION: platform, oldest version
+            version = struct.unpack_from("<2I", library, place + 8)
+        place += size
+    assert version == (1, 11 << 16)
+    assert [name for name in SIGNATURES if f"\0_{name}\0".encode() not in library] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
+@needs_zig
+@pytest.mark.skipif(WINE is None, reason="nothing runs programs of Windows: apt-get install wine")
+def test_windows_gives_the_bits_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sets of this machine's processor. The library itself is not linked here."""
+    monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
+    monkeypatch.setenv("WINEDEBUG", "-all")
+    cxx = cross_compiler(tmp_path, "x86_64-windows-gnu")
+    found = results(str(WINE), str(compiled(cxx, "x86_64", tmp_path)))
+    assert {"avx2", "amx-emulated", "avx-vnni-emulated"} & found.keys()
+    check(found)
