@@ -34,7 +34,7 @@ def labels_of(name: str) -> set[str]:
     meter = Meter(log_interval=1)
     kinds = [("position", meter._accepted_at), ("position", meter._drafted_at), ("finished_reason", meter._answers)]
     kinds += [("status", meter._errors), ("sequence", meter._tpot)]
-    kinds += [("held_for", meter._bytes_gauge), ("runner", meter._rounds_by)]
+    kinds += [("held_for", meter._bytes_gauge), ("runner", meter._rounds_by), ("event", meter._prefix_events)]
     return {label for label, metric in kinds if re.fullmatch(f"{metric._name}(_(total|sum|count))?", name)}
 
 

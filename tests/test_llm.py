@@ -7,7 +7,7 @@ import itertools
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from paceline import LLM, SamplingParams
 from paceline.chat.values import AssistantMessage
 from paceline.config import MIN_TEMPERATURE
 from paceline.config.limits import MAX_COUNT, MAX_REFERENCE_CHARACTERS
+from paceline.core.cpus import Node
 from paceline.core.outputs import CompletionOutput, RequestOutput
 from paceline.engine.engine import Request
 from paceline.engine.requests import encoded
@@ -375,9 +376,9 @@ def test_every_engine_has_its_own_number_of_threads(llm: LLM, monkeypatch: pytes
 def test_the_kernels_of_one_model_run_on_each_engines_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, original = NativeModel(random_spec(), "tiny", threads=1), [], native.pool
 
-    def pool(kernels: native.Kernels, threads: int) -> native.Pool:
+    def pool(kernels: native.Kernels, threads: int, nodes: Sequence[Node] = ()) -> native.Pool:
         asked.append(threads)
-        return original(kernels, threads)
+        return original(kernels, threads, nodes)
 
     monkeypatch.setattr(native, "pool", pool)
     found = []

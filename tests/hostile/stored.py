@@ -51,7 +51,7 @@ def quantised() -> Iterator[Case]:
 
         damages: dict[str, Damage] = {}
         for suffix, tensor in built.items():
-            if suffix == "activation_scale":  # which is not read
+            if suffix in ("activation_scale", "input_scale", "k_scale"):  # which are not read
                 continue
             key = f"{Q}.{suffix}"
             if suffix != "g_idx" or "order" in kind:

@@ -24,6 +24,7 @@ from paceline.models.load.loading import load_model
 from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
+from paceline.models.torch.whole_texts import WholeTextModel
 from recurrent_support import (
     GRANITE_SIZES,
     LFM2_SIZES,
@@ -134,11 +135,12 @@ def test_granite_4_with_attention_alone_runs_on_the_native_decoder() -> None:
     assert isinstance(model, Transformer)
 
 
-def test_mamba2_and_lfm2_with_biases_are_refused_by_the_kind_of_their_layers() -> None:
+def test_mamba2_and_lfm2_with_biases_compute_whole_texts_by_the_kind_of_their_layers() -> None:
     granite = tiny_granite_hybrid()
     granite.config.mamba_proj_bias = True
     lfm2 = tiny_lfm2()
     lfm2.config.conv_bias = True
     for theirs, named in ((granite, "linear_attention"), (lfm2, "conv")):
-        with pytest.raises(ModelFormatError, match=f"of the kind {named}"):
-            load_model(theirs, dtype=torch.float32)
+        ours = load_model(theirs, dtype=torch.float32)
+        assert isinstance(ours, WholeTextModel)
+        assert f"of the kind {named}" in ours.whole_texts

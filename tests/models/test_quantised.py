@@ -146,7 +146,7 @@ def test_a_gpu_multiplies_with_float8_and_its_own_scales(name: str, checkpoints:
     matrix, exact = "layers.1.down.weight", theirs.model.layers[1].mlp.down_proj.weight.detach()
     x = torch.randn(3, exact.shape[1], generator=torch.Generator().manual_seed(0))
     found = Linears("fp8")(LinearWeights(shapes[matrix], None, readers[matrix]))(x)
-    is_kept = name != "float8 in small blocks"
+    is_kept = name not in ("float8 in small blocks", "modelopt NVFP4 and float8")  # this matrix is NVFP4
     assert ((found - x @ exact.T).norm() < 1e-6 * found.norm()) == is_kept
     assert (outcome.kept.total(), outcome.rounded.total()) == (int(is_kept), int(not is_kept))
 

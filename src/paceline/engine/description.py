@@ -120,10 +120,11 @@ class EngineDescription:
 
     def _describe_eight_bits(self) -> str:
         """Say how many rows caches of 8 bits would fit where memory is short; empty if no more or not possible."""
-        room, config = self.fitted.budget, replace(self.config, kv_cache_dtype="int8")
+        room = self.fitted.budget
         if room.max_rows(room.positions) >= room.rows and not self.fitted.note:
             return ""
         try:
+            config = replace(self.config, kv_cache_dtype="int8")
             row = row_bytes(self.models.target, self.models.draft, config, room.positions)
         except ParameterError:
             return ""

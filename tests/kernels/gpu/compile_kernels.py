@@ -111,7 +111,7 @@ def _registers_written(operation: str) -> int:
 
 TYPES = {
     "positions": "*i64", "slots": "*i64", "cache_rows": "*i64", "tree": "*i8", "partial": "*fp32",
-    "levels": "*fp32", "scale": "fp32",
+    "levels": "*fp32", "scale": "fp32", "k_scales": "*fp32", "v_scales": "*fp32",
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
     "argmaxes": "*i32", "p_argmaxes": "*i32", "q_argmaxes": "*i32", "ids": "*i64", "temperatures": "*fp32",
@@ -162,21 +162,24 @@ def attention() -> dict[str, Used]:
         (256, largest_tile(256), 4, 0, False, "ancestors"),
         (512, largest_tile(512), 8, 0, False, "none"),
     ]
-    cases = [("*bf16", shape) for shape in shapes] + [("*fp32", shapes[0]), ("*fp16", shapes[1])]
+    cases = [("*bf16", "*bf16", shape) for shape in shapes]
+    cases += [("*fp32", "*fp32", shapes[0]), ("*fp16", "*fp16", shapes[1]), ("*bf16", "*i8", shapes[1])]
+    cases += [("*bf16", "*fp8e4nv", shapes[1])] if ARCH >= 89 else []
     if FEW:
-        cases = [cases[1], cases[4]]
-    for element, (dim, tile, shared, split, window, tree) in cases:
+        cases = [cases[1], cases[4], ("*bf16", "*i8", shapes[1])]
+    for element, cached, (dim, tile, shared, split, window, tree) in cases:
         constants = {
             "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
             "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1, "IDLE_ROWS": tree == "none", "CAPPED": False, "SINKS": False,
+            "SCALED": cached != element,
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2
-        key = f"attend {element} D={dim} tile={tile} tree={tree}"
+        key = f"attend {element} D={dim} tile={tile} tree={tree}" + (f" cache={cached}" if cached != element else "")
         of_tree = "*i32" if tree == "paths" else "*i8"
         found[key] = build(
             attend_kernel, constants, warps=tiles.warps_for(tile, dim), stages=tiles.stages_for(dim, size),
-            tree=of_tree, sinks="*fp32", cap="fp32", q=element, k=element, v=element, out=element,
+            tree=of_tree, sinks="*fp32", cap="fp32", q=element, k=cached, v=cached, out=element,
         )  # fmt: skip
         constants = {"HEADS": 8, "SINKS": False, "DIM": dim, "BLOCK_D": dim, "BLOCK_S": 16}
         join = build(join_kernel, constants, warps=join_warps(dim), out=element, sinks="*fp32")

@@ -44,7 +44,7 @@ def test_model_output_is_shown_and_escaped() -> None:
     reader = Reader()
     reader.feed(made)
     assert not reader.tags & {"script", "img", "a", "link", "iframe"}
-    assert reader.attributes <= {"charset", "http-equiv", "content", "lang", "class", "open"}
+    assert reader.attributes <= {"charset", "http-equiv", "content", "lang", "class", "open", "name"}  # of the viewport
     assert "default-src 'none'" in made
     for text in ("".join(HOSTILE), *HOSTILE[:3], "<b>a model</b>"):
         assert text in reader.text
@@ -104,7 +104,7 @@ def test_the_page_has_a_table_of_each_and_none_that_is_empty() -> None:
     answer = CompletionOutput(0, "".join(HOSTILE), [0, 1, 2, 3, 4], ["accepted"] * 3 + ["recovered", "bonus"], HOSTILE)
     reader = Reader()
     reader.feed(page("a model", answer, ROUNDS, "{}".format, ["<i>node</i>"] * 4 + [None]))
-    for line in ("depthdraftedaccepted12150%211100%", "<b>a file</b>2150%", "own text100%", "<i>node</i>4375%"):
+    for line in ("depthdraftedacceptedrate12150%211100%", "<b>a file</b>2150%", "own text100%", "<i>node</i>4375%"):
         assert line in reader.text
     assert "i" not in reader.tags
     bare = page("a model", answer, ROUNDS[2:], "{}".format)

@@ -20,7 +20,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target
 def configured_length(config: PretrainedConfig) -> int | None:
     """Return the longest sequence as a configuration gives it, in tokens; None if it gives none."""
     lengths = (getattr(config, name, None) for name in _LENGTHS)
-    return next((int(length) for length in lengths if length), None)
+    return next((int(length) for length in lengths if length is not None), None)
 
 
 def longest_sequence(config: PretrainedConfig) -> int:
@@ -32,7 +32,8 @@ def longest_sequence(config: PretrainedConfig) -> int:
     which it is full attention. With yarn it is at least the original length times the factor:
     model cards add yarn to configurations whose ``max_position_embeddings`` is that of the model without it.
     """
-    longest = configured_length(config) or UNLIMITED
+    configured = configured_length(config)
+    longest = UNLIMITED if configured is None else configured
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         longest = max(longest, int(rope["factor"] * rope["original_max_position_embeddings"]))

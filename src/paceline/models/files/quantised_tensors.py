@@ -388,6 +388,8 @@ class NVFP4Tensor:
         values, scales, whole = (
             self.parts.tensors[name].load() for name in (self._values, "weight_scale", self._of_all)
         )
+        fits = bool(whole.isfinite().all()) and (not self._divides or bool((whole != 0).all()))
+        self.parts.check(fits, self._of_all, "a finite number, and not 0 if scales are divided by it")
         factors = scales.float() / whole if self._divides else scales.float() * whole
         step = max(1, _ROWS_AT_ONCE // self.shape[1])
         for first in range(0, self.shape[0], step):

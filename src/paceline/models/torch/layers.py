@@ -82,9 +82,7 @@ class WeightSource:
         ordered = in_order(LinearWeights(bias[:, None]), spec).weight[:, 0]
         heads = ordered[: (spec.heads + spec.kv_heads) * spec.head_dim].view(-1, spec.head_dim)
         rotated = 0 if spec.rotary is None else 2 * len(spec.rotary.inverse_frequencies)
-        balance = key_balance(heads[spec.heads :], rotated)
-        self.kept.append(balance)
-        return balance
+        return key_balance(heads[spec.heads :], rotated)
 
     def latent(self, spec: AttentionSpec, layer: str, place: int, rotary: int) -> LatentAttention:
         """Return a layer of latent attention. place: its layer of the cache. rotary: number of its positions."""
