@@ -506,6 +506,10 @@ inline void weigh_block(const PagedVectors<T>& values, int dim, int count, int b
     const float* of_keys = weights + (first - begin);
     const T* ahead = upcoming.at(first - begin);
     if (!widened) {
+      const T* from = values.at(first);  // pages that follow each other in memory are one run
+      while (next < end && values.at(next) == from + static_cast<size_t>(next - first) * values.stride) {
+        next = next + kPagePositions < end ? next + kPagePositions : end;
+      }
       weigh_keys(of_keys, count, values.at(first), values.stride, next - first, first == begin, sums, dim, ahead);
       continue;
     }
