@@ -26,6 +26,11 @@ class KVCacheBudget:
         """Whether the limit is too small for all slots to have their maximum length at once."""
         return self.limit < self.slots * self.prefix_bytes(self.positions)
 
+    @property
+    def row_limit(self) -> int:
+        """The most bytes that rows take: those of all at their maximum length, or the limit."""
+        return min(self.limit, self.rows * self.bytes_for(self.positions))
+
     def prefix_bytes(self, tokens: int) -> int:
         """Bytes of a free slot that keeps a prefix of ``tokens`` tokens."""
         return self.bytes_for(tokens) + self.state_bytes if tokens else 0

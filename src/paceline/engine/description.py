@@ -116,7 +116,7 @@ class EngineDescription:
         fits = room.max_rows(room.positions)
         capacity = f"they grow: {fits} of that length at once, " if fits < room.rows else ""
         chosen = f"; chosen to fit: {note}" if note else ""
-        return f" ({capacity}{room.limit / GIB:.2f} GiB{chosen}{self._describe_eight_bits()})"
+        return f" ({capacity}{room.row_limit / GIB:.2f} GiB{chosen}{self._describe_eight_bits()})"
 
     def _describe_eight_bits(self) -> str:
         """Say how many rows caches of 8 bits would fit where memory is short; empty if no more or not possible."""
@@ -138,8 +138,9 @@ class EngineDescription:
         """
         if not self.config.prefix_cache:
             return ", no prefix reuse (prefix_cache=False)"
-        beside = self.fitted.budget.slots - self.fitted.rows
-        slots = f", up to {beside} kept beside the rows" if beside else ""
+        room = self.fitted.budget
+        beside, memory = room.slots - room.rows, (room.limit - room.row_limit) / GIB
+        slots = f", up to {beside} kept beside the rows in {memory:.2f} GiB" if beside else ""
         return f", prefixes reused{slots}{prefixes}"
 
     def _describe_attention(self) -> str:
