@@ -12,9 +12,9 @@ from model_support import NATIVE, tiny
 from paceline.config import EngineConfig
 from paceline.engine.memory import fit_memory, plan_memory, row_bytes
 from paceline.engine.plan import plan_engine
-from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.models.load.prepare import ModelOptions, load
+from paceline.models.native.model import NativeModel
 
 CPU = torch.device("cpu")
 MEMORY = 40 << 20
@@ -48,6 +48,7 @@ def test_a_plan_has_the_numbers_of_the_engine(files: Path, options: dict[str, An
     memory = plan_memory(model, None, resolved, fitted.rows, fitted.positions)
     assert (planned.rows, planned.positions, planned.note) == (fitted.rows, fitted.positions, fitted.note)
     assert (planned.weights, planned.workspace) == (memory.weights, memory.workspace)
+    assert planned.runs.endswith("on the CPU kernels") == isinstance(model, NativeModel)
     for each in planned.caches:
         of_dtype = EngineConfig(**options | {"kv_cache_dtype": each.kv_cache_dtype}).resolved(draft_model=False)
         assert each.row_bytes == row_bytes(model, None, of_dtype, each.tokens)
@@ -64,8 +65,9 @@ def test_a_gpu_that_is_not_here_can_be_planned_with_its_memory(files: Path) -> N
     planned = plan_engine(files, EngineConfig(device="cuda"), 24 << 30)
     assert planned.rows == 16
     assert planned.runs.endswith("in torch on cuda")
-    with pytest.raises(ParameterError, match=r"quantization='int4'.*'fp8' on CUDA"):
-        plan_engine(files, EngineConfig(device="cuda", quantization="int4"), 24 << 30)
+    four_bits = plan_engine(files, EngineConfig(device="cuda", quantization="int4"), 24 << 30)
+    assert four_bits.runs == "int4 weights, bfloat16 in torch on cuda"
+    assert four_bits.weights < planned.weights
 
 
 def test_no_weights_are_read(files: Path, tmp_path: Path) -> None:

@@ -89,8 +89,6 @@ def plan_engine(source: Source, config: EngineConfig, memory: int | None = None)
 
 def _options(source: Source, config: EngineConfig, device: torch.device) -> ModelOptions:
     """Return how ``load`` would load the model."""
-    if config.quantization == "int4" and device.type == "cuda":
-        raise ParameterError("quantization", "int4", "'int8' or 'fp8' on CUDA devices")
     if config.dtype == "auto" and (device.type == "cuda" or would_run_natively(source, device, config.attention)):
         dtype = torch.bfloat16
     else:

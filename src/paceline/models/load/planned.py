@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import ModelFormatError
+from paceline.kernels import native
 from paceline.kernels.pack import INT4_GROUP
 from paceline.kernels.spec import LinearWeights
 from paceline.models.base import AnyModel
@@ -28,6 +29,7 @@ class PlannedNative(NativeModel):
     """A model of the CPU kernels without its weights: it cannot run."""
 
     def __init__(self, spec: DecoderSpec, name: str, quantization: Quantization | None) -> None:
+        self.kernels = native.required().name
         self._take_sizes(spec_of(spec, shapes(spec)), name, quantization)
 
 
@@ -70,7 +72,9 @@ def planned_model(source: ResolvedSource, options: ModelOptions) -> AnyModel:
 
     to = options.quantization
     linear = four_bit_layer("int4", INT4_GROUP, shifted=True) if to == "int4" else Linears(to)
-    return PlannedTransformer(spec, name, options.dtype, options.device, linear, Linears(HEAD_FORMATS[to]))
+    model = PlannedTransformer(spec, name, options.dtype, options.device, linear, Linears(HEAD_FORMATS[to]))
+    model.precision = f"{to} weights, {model.precision}"
+    return model
 
 
 def four_bit_layer(grid: Grid, group: int, *, shifted: bool) -> LinearFactory:
