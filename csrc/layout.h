@@ -7,11 +7,12 @@
 #include "gain.h"
 #include "kernels.h"
 #include "lookup.h"
+#include "ranks.h"
 #include "model.h"
 
 namespace paceline {
 
-constexpr const char* kInterface = "88256d27c4fb16f1";
+constexpr const char* kInterface = "099f2a97816b39c5";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights), sizeof(Recurrent),
@@ -29,17 +30,18 @@ constexpr int32_t kLayout[] = {
   offsetof(Latent, norm), offsetof(Latent, query_norm), offsetof(Latent, query_rank), offsetof(Latent, query_up),
   offsetof(Latent, rank), offsetof(Latent, rotary_dim), offsetof(Latent, value_dim), sizeof(BlockConv),
   offsetof(BlockConv, base), offsetof(BlockConv, group), offsetof(BlockConv, project), offsetof(BlockConv, taps),
-  sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer), offsetof(Layer, activation),
-  offsetof(Layer, attention_out), offsetof(Layer, attention_out_norm), offsetof(Layer, balance), offsetof(Layer, cap),
-  offsetof(Layer, changes), offsetof(Layer, convs), offsetof(Layer, cosine), offsetof(Layer, dim),
-  offsetof(Layer, down), offsetof(Layer, experts), offsetof(Layer, gate_up), offsetof(Layer, gated),
-  offsetof(Layer, heads), offsetof(Layer, input), offsetof(Layer, input_norm), offsetof(Layer, k_norm),
-  offsetof(Layer, kv_heads), offsetof(Layer, latent), offsetof(Layer, looks_ahead), offsetof(Layer, mlp_out_norm),
-  offsetof(Layer, norm_after), offsetof(Layer, norm_all), offsetof(Layer, parallel), offsetof(Layer, place),
-  offsetof(Layer, plain), offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv),
-  offsetof(Layer, reads_only), offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale),
-  offsetof(Layer, scale_out), offsetof(Layer, shape), offsetof(Layer, sine), offsetof(Layer, sinks),
-  offsetof(Layer, table), offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion), offsetof(Fusion, block),
+  sizeof(LowRank), offsetof(LowRank, down), offsetof(LowRank, up), sizeof(Layer), offsetof(Layer, activated),
+  offsetof(Layer, activation), offsetof(Layer, attended), offsetof(Layer, attention_out),
+  offsetof(Layer, attention_out_norm), offsetof(Layer, balance), offsetof(Layer, cap), offsetof(Layer, changes),
+  offsetof(Layer, convs), offsetof(Layer, cosine), offsetof(Layer, dim), offsetof(Layer, down),
+  offsetof(Layer, experts), offsetof(Layer, gate_up), offsetof(Layer, gated), offsetof(Layer, heads),
+  offsetof(Layer, input), offsetof(Layer, input_norm), offsetof(Layer, k_norm), offsetof(Layer, kv_heads),
+  offsetof(Layer, latent), offsetof(Layer, looks_ahead), offsetof(Layer, mlp_out_norm), offsetof(Layer, norm_after),
+  offsetof(Layer, norm_all), offsetof(Layer, parallel), offsetof(Layer, place), offsetof(Layer, plain),
+  offsetof(Layer, post_norm), offsetof(Layer, q_norm), offsetof(Layer, qkv), offsetof(Layer, reads_only),
+  offsetof(Layer, recurrent), offsetof(Layer, rotary_half), offsetof(Layer, scale), offsetof(Layer, scale_out),
+  offsetof(Layer, shape), offsetof(Layer, sine), offsetof(Layer, sinks), offsetof(Layer, table),
+  offsetof(Layer, v_norm), offsetof(Layer, window), sizeof(Fusion), offsetof(Fusion, block),
   offsetof(Fusion, embedding_norm), offsetof(Fusion, fuse), offsetof(Fusion, hidden_norm), offsetof(Fusion, joint_norm),
   offsetof(Fusion, mask), offsetof(Fusion, mask_token), offsetof(Fusion, normed_residual),
   offsetof(Fusion, normed_state), offsetof(Fusion, tap_count), offsetof(Fusion, tap_norms),
@@ -49,12 +51,14 @@ constexpr int32_t kLayout[] = {
   offsetof(RecurrentShape, taps), offsetof(RecurrentShape, value_dim), offsetof(RecurrentShape, value_heads),
   sizeof(TokenInputs), offsetof(TokenInputs, norm), offsetof(TokenInputs, project),
   offsetof(TokenInputs, project_scale), offsetof(TokenInputs, sum_scale), offsetof(TokenInputs, table),
-  offsetof(TokenInputs, table_scale), offsetof(TokenInputs, width), sizeof(ModelSpec), offsetof(ModelSpec, adapters),
-  offsetof(ModelSpec, centred), offsetof(ModelSpec, embed_scale), offsetof(ModelSpec, embedding),
-  offsetof(ModelSpec, embedding_norm), offsetof(ModelSpec, epsilon), offsetof(ModelSpec, final_norm),
-  offsetof(ModelSpec, fusion), offsetof(ModelSpec, head), offsetof(ModelSpec, inputs), offsetof(ModelSpec, layer_count),
-  offsetof(ModelSpec, layers), offsetof(ModelSpec, logits_cap), offsetof(ModelSpec, places),
-  offsetof(ModelSpec, positions), offsetof(ModelSpec, recurrent), offsetof(ModelSpec, tap_scale),
+  offsetof(TokenInputs, table_scale), offsetof(TokenInputs, width), sizeof(Ranks), offsetof(Ranks, count),
+  offsetof(Ranks, floats), offsetof(Ranks, hidden), offsetof(Ranks, memory), offsetof(Ranks, rank),
+  offsetof(Ranks, tokens), sizeof(ModelSpec), offsetof(ModelSpec, adapters), offsetof(ModelSpec, centred),
+  offsetof(ModelSpec, embed_scale), offsetof(ModelSpec, embedding), offsetof(ModelSpec, embedding_norm),
+  offsetof(ModelSpec, epsilon), offsetof(ModelSpec, final_norm), offsetof(ModelSpec, fusion), offsetof(ModelSpec, head),
+  offsetof(ModelSpec, inputs), offsetof(ModelSpec, layer_count), offsetof(ModelSpec, layers),
+  offsetof(ModelSpec, logits_cap), offsetof(ModelSpec, places), offsetof(ModelSpec, positions),
+  offsetof(ModelSpec, ranks), offsetof(ModelSpec, recurrent), offsetof(ModelSpec, tap_scale),
   offsetof(ModelSpec, width), sizeof(KVTable), offsetof(KVTable, dim), offsetof(KVTable, head_stride),
   offsetof(KVTable, heads), offsetof(KVTable, keys), offsetof(KVTable, layer_stride), offsetof(KVTable, layers),
   offsetof(KVTable, page_stride), offsetof(KVTable, pages), offsetof(KVTable, position_stride),
