@@ -116,7 +116,7 @@ class CLinear(Structure):
 
     _fields_ = (
         ("weights", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32),
-        ("format", c_int32), ("group", c_int32),
+        ("format", c_int32), ("group", c_int32), ("order", c_void_p),
     )
 
 
@@ -448,4 +448,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "88256d27c4fb16f1"
+INTERFACE = "4c32f859abadc0db"
