@@ -61,10 +61,10 @@ class EngineDescription:
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self, rounds: RoundLoop, prefixes: str) -> str:
+    def describe(self, rounds: RoundLoop, preemptions: str, prefixes: str) -> str:
         """Return one line that says what runs, and why not something else.
 
-        rounds: those that have run so far. prefixes: what became of cached ones.
+        rounds: those that have run so far. preemptions: how many. prefixes: what became of cached ones.
         """
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
@@ -80,7 +80,7 @@ class EngineDescription:
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
             f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
-            f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
+            f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}{preemptions}"
             f"{self._describe_prefixes(prefixes)}"
         )
 

@@ -303,7 +303,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.rounds, self.slots.describe())
+        return self._description.describe(self.rounds, self.scheduler.describe(), self.slots.describe())
 
     @ignore_torch_context
     @torch.inference_mode()

@@ -116,7 +116,7 @@ class CLinear(Structure):
 
     _fields_ = (
         ("weights", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32),
-        ("format", c_int32), ("group", c_int32),
+        ("format", c_int32), ("group", c_int32), ("order", c_void_p),
     )
 
 
@@ -460,4 +460,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "099f2a97816b39c5"
+INTERFACE = "91bc696285330ee6"

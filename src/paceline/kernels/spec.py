@@ -20,7 +20,13 @@ ReadWeight: TypeAlias = Callable[[Format], Weight]
 
 
 class ReadMatrix(Protocol):
-    """Reads a matrix while it is packed."""
+    """Reads a matrix while it is packed.
+
+    ordered: whether its codes of 4 bits may have inputs in an order (``Int4Weight.order``).
+    """
+
+    @property
+    def ordered(self) -> bool: ...
 
     def __call__(self, to: Format) -> Weight: ...
 
@@ -372,6 +378,8 @@ class NativeSpec:
     read_from: key heads of the layers of another model's cache, which all layers read; None: the model has its own.
     ahead: how many positions further than its last key a token stands: its rotation, not what it sees.
     division: of a rank's part of a model, whose layers have the heads and the outputs of that rank.
+    ordered: whether matrices may be read whose 4-bit codes have inputs in an order (``Int4Weight.order``). In int4
+        every matrix is then packed with an order, so that offsets follow from shapes.
     """
 
     width: int
@@ -397,6 +405,7 @@ class NativeSpec:
     positions: Tensor | None = None
     embedding_norm: Tensor | None = None
     division: Division | None = None
+    ordered: bool = False
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:

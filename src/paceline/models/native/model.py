@@ -89,7 +89,7 @@ class NativeModel:
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
         self.state_shape, self.kv_layers = spec.states, spec.kv_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
-        self.max_positions, self.tied = spec.max_positions, spec.head is None
+        self.max_positions, self.tied, self.ordered = spec.max_positions, spec.head is None, spec.ordered
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
         self.is_part = spec.division is not None
         self._weight_bytes = packed_size(spec, LAYER_FORMAT[quantization], HEAD_FORMAT[quantization])

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_float, c_int32, pointer
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -183,6 +184,7 @@ class _Packer:
 
     def __init__(self, memory: Tensor, *, fill: bool, place: Callable[[pack.Packed], None]) -> None:
         self._memory, self._fill, self._place, self.used = memory, fill, place, 0
+        self._ordered = False
 
     def pack_model(
         self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModelSpec | None = None
@@ -191,6 +193,7 @@ class _Packer:
 
         ends: the decoder whose embedding and output head are used; None: the spec's are packed.
         """
+        self._ordered = spec.ordered
         layers = [self._layer(spec, layer, to) for layer in spec.layers]
         cached = table_places(spec.kv_layers)
         for layer, place in zip(layers, spec.places, strict=True):
@@ -398,6 +401,8 @@ class _Packer:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         self._place(packed)
+        if self._ordered and to == "int4":
+            packed = replace(packed, order=self._take(packed.inputs * torch.int32.itemsize).view(torch.int32))
         if self._fill:
             pack.fill(packed, linear.rounded(to), linear.bias)
         return structs.linear(packed)
