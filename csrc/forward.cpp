@@ -157,6 +157,9 @@ class Pass {
     if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     if (s_.adapters) adapted_ = adapter_runs(tokens, cache.adapter_of);
     units_ = cut_into_units(tokens, std::max(1, kQueriesPerUnit / m_.queries_per_key));
+    if (m_.next_unit_.size() < m_.layers.size() * static_cast<size_t>(pool.teams())) {
+      m_.next_unit_ = std::vector<std::atomic<int>>(m_.layers.size() * static_cast<size_t>(pool.teams()));
+    }
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
@@ -502,7 +505,8 @@ class Pass {
     if (call.shape.gates) project(layer.recurrent->gates, m_.gates_, call.gates_stride);
     float* scratch = m_.scratch_[static_cast<size_t>(thread)]->recurrent.as<float>();
     const int count = static_cast<int>(runs_.size()) * call.parts;
-    for (int i = m_.next_unit_[index]++; i < count; i = m_.next_unit_[index]++) {
+    std::atomic<int>& next = m_.next_unit_[index * static_cast<size_t>(pool_.teams())];
+    for (int i = next++; i < count; i = next++) {
       k_.recurrent(call, runs_[static_cast<size_t>(i / call.parts)], i % call.parts, scratch);
     }
     pool_.meet();
@@ -871,14 +875,23 @@ class Pass {
 
   void attend(const Attention& attention, size_t layer, int thread) const {
     float* scratch = m_.scratch_[static_cast<size_t>(thread)]->attention.as<float>();
-    const int kv_heads = attention.kv_heads, count = static_cast<int>(units_.size()) * kv_heads;
-    for (int i = m_.next_unit_[layer]++, next = i; i < count; i = next) {
-      next = m_.next_unit_[layer]++;
-      const Unit& unit = units_[static_cast<size_t>(i / kv_heads)];
-      const RowHead then = next < count ? RowHead{units_[static_cast<size_t>(next / kv_heads)].row, next % kv_heads} : RowHead{};
-      k_.attend(attention, {unit.row, i % kv_heads}, unit.first, unit.count, scratch, next < count ? &then : nullptr);
-    }
+    const int teams = pool_.teams(), own = pool_.team(thread);
+    for (int i = 0; i < teams; ++i) attend_heads(attention, layer, (own + i) % teams, scratch);  // then those of other nodes
     pool_.meet();
+  }
+
+  // Attention of the key heads of a node, whose keys and values lie there (NativeModel of src/paceline/models/native/model.py).
+  void attend_heads(const Attention& attention, size_t layer, int team, float* scratch) const {
+    const Range heads = pool_.of_team(attention.kv_heads, team);
+    const int width = heads.last - heads.first, count = static_cast<int>(units_.size()) * width;
+    std::atomic<int>& next_unit = m_.next_unit_[layer * static_cast<size_t>(pool_.teams()) + static_cast<size_t>(team)];
+    const auto of = [&](int i) { return RowHead{units_[static_cast<size_t>(i / width)].row, heads.first + i % width}; };
+    for (int i = count ? next_unit++ : 0, next = i; i < count; i = next) {
+      next = next_unit++;
+      const Unit& unit = units_[static_cast<size_t>(i / width)];
+      const RowHead then = next < count ? of(next) : RowHead{};
+      k_.attend(attention, of(i), unit.first, unit.count, scratch, next < count ? &then : nullptr);
+    }
   }
 
   Attention describe(const Layer& layer) const {

@@ -106,7 +106,7 @@ class Pool {
   // Every thread of a job waits for all others.
   void meet();
   // The items of this thread's node: an equal share for each thread.
-  Range of_node(int items, int thread) const { return team_of(thread).share(items, threads_); }
+  Range of_node(int items, int thread) const { return of_team(items, team(thread)); }
   // Calls work(Range) for some of the node's items. Its threads share them out: each has an equal part, and helps those of its
   // group that have some left. All threads of a job call it, at most once between two meetings.
   template <class Work>
@@ -138,6 +138,10 @@ class Pool {
   // error number; without nodes there is nothing to do.
   int place(uint8_t* memory, int items, size_t item_bytes) const;
   int threads() const { return threads_; }
+  // Nodes between which the threads are divided, at least 1; and that of a thread.
+  int teams() const { return teams_; }
+  int team(int thread) const { return static_cast<int>(&team_of(thread) - team_.get()); }
+  Range of_team(int items, int team) const { return team_[static_cast<size_t>(team)].share(items, threads_); }
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -73,6 +73,15 @@ def test_nodes_have_usable_cpus_only(machine: FakeMachine) -> None:
     assert cpus.nodes(machine.devices) == (cpus.Node(0, (0, 1, 5)), cpus.Node(2, (2, 3)), cpus.Node(10, (6,)))
 
 
+def test_a_part_of_a_node_has_whole_cores(machine: FakeMachine) -> None:
+    for cpu in range(8):
+        machine.write(f"system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
+    node = cpus.Node(1, tuple(range(8)))
+    assert cpus.part_of(node, 0, 2, machine.devices) == cpus.Node(1, (0, 1, 4, 5))
+    assert cpus.part_of(node, 1, 2, machine.devices) == cpus.Node(1, (2, 3, 6, 7))
+    assert cpus.part_of(cpus.Node(1, (3,)), 0, 2, machine.devices) == cpus.Node(1, (3,))
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_a_thread_is_pinned_to_nodes_for_a_while() -> None:
     before = os.sched_getaffinity(0)

@@ -73,9 +73,12 @@ def test_auto_is_all_nodes_if_there_are_several(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ParameterError, match=r"numa='0,7' is not allowed: nodes with CPUs .*: 0-1"):
         chosen_nodes("0,7")
     dealt = [nodes_of_rank(EngineConfig(tensor_parallel=ranks), rank) for ranks in (1, 2, 4) for rank in range(ranks)]
-    assert dealt == [NODES, *((node,) for node in NODES), *((node,) for node in NODES for _ in range(2))]
+    halves = [(cpus.Node(node.number, (cpu,)),) for node in NODES for cpu in node.cpus]
+    assert dealt == [NODES, *((node,) for node in NODES), *halves]
     monkeypatch.setattr(cpus, "nodes", lambda: NODES[:1])
-    assert chosen_nodes("auto") == nodes_of_rank(EngineConfig(tensor_parallel=2), 1) == ()
+    assert chosen_nodes("auto") == ()
+    assert nodes_of_rank(EngineConfig(tensor_parallel=2), 1) == (cpus.Node(0, (1,)),)
+    assert nodes_of_rank(EngineConfig(tensor_parallel=2, numa="off"), 1) == ()
 
 
 @needs_kernels

@@ -1,4 +1,4 @@
-"""Weights on NUMA nodes: every page where the threads that read it are. The nodes are fakes."""
+"""Weights, keys and values on NUMA nodes: every page where the threads that read it are. The nodes are fakes."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no kernels here
 
 NODES = (Node(0, usable_cpus()[:1]), Node(2, usable_cpus()[-1:]))
 
-# Prints address, bytes and panels of every matrix, and whether a pass has the bits of one without nodes.
+# Prints address, items and bytes of an item: of the panels of every matrix, and of the heads of every layer's keys and
+# values; and whether a pass has the bits of one without nodes.
 PLACED = """
 import json, torch
 from kernels.test_numa import NODES
 from kernels.tools import cache_for, random_spec
+from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.kernels import native
 from paceline.models.native.model import NativeModel
 
 torch.manual_seed(0)
-spec = random_spec(width=256, heads=4, kv_heads=2, head_dim=64, layers=2)
+spec = random_spec(width=256, heads=4, kv_heads=4, head_dim=64, layers=2)
 tokens = Nodes(torch.arange(7), torch.zeros(7, dtype=torch.int64), torch.arange(7))
 
-def logits(model):
-    return model.logits(model.forward(tokens, cache_for(spec)).hidden)
+cache = KVCache(spec.kv_layers, 3, 200, dtype=torch.bfloat16, paged=True)
 
-plain = logits(NativeModel(spec, "random", quantization="int8", threads=2))
+def logits(model, cache):
+    return model.logits(model.forward(tokens, cache).hidden)
+
+plain = logits(NativeModel(spec, "random", quantization="int8", threads=2), cache_for(spec))
 with native.kernel_threads(5, NODES):
     model = NativeModel(spec, "random", quantization="int8")
-    same = torch.equal(logits(model), plain)
+    same = torch.equal(logits(model, cache), plain)
 packed = model.packed_decoder
 matrices = [packed.model.head]
 for layer in packed.model.layers[:packed.model.layer_count]:
     matrices += [layer.qkv, layer.attention_out, layer.gate_up, layer.down]
-print(json.dumps({"same": same, "nodes": [node.number for node in packed.nodes],
+tables = [cache.paged(table) for table in range(2)]
+heads = [[t.memory.data_ptr() + 2 * layer * t.layer_stride, 4, 2 * t.head_stride] for t in tables for layer in range(2)]
+print(json.dumps({"same": same, "heads": heads, "nodes": [node.number for node in packed.nodes],
                   "matrices": [[m.weights, -(-m.outputs // 32), m.inputs * 32] for m in matrices]}))
 """
 
@@ -64,9 +70,9 @@ def test_every_page_lies_with_the_threads_that_read_it(tmp_path: Path) -> None:
     for line in bound.read_text().splitlines():
         address, nbytes, node = map(int, line.split())
         node_of |= dict.fromkeys(range(address, address + nbytes, page), node)
-    for weights, panels, panel_bytes in found["matrices"]:
-        boundary = weights + panels * 2 // 5 * panel_bytes  # of five threads, two are on the first node
-        for start in range(-(-weights // page) * page, (weights + panels * panel_bytes) // page * page, page):
+    for first, items, item_bytes in found["matrices"] + found["heads"]:
+        boundary = first + items * 2 // 5 * item_bytes  # of five threads, two are on the first node
+        for start in range(-(-first // page) * page, (first + items * item_bytes) // page * page, page):
             if abs(start + page // 2 - boundary) >= page:  # a page in which both nodes read may lie with either
                 assert node_of[start] == (0 if start < boundary else 2)
 

@@ -38,8 +38,12 @@ def performance_cores(devices: Path = DEVICES) -> int:
     cores are left out because memory, which they share with the others, is what decoding waits for.
     """
     fast = _fast(usable_cpus(), devices)
-    siblings = {cpu: _list_in(devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list") or (cpu,) for cpu in fast}
-    return len({min(cpus) for cpus in siblings.values()})
+    return len({min(_siblings(cpu, devices)) for cpu in fast})
+
+
+def _siblings(cpu: int, devices: Path) -> tuple[int, ...]:
+    """The CPUs of a CPU's core, itself among them."""
+    return _list_in(devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list") or (cpu,)
 
 
 def _fast(cpus: tuple[int, ...], devices: Path) -> tuple[int, ...]:
@@ -50,6 +54,13 @@ def _fast(cpus: tuple[int, ...], devices: Path) -> tuple[int, ...]:
     capacities = {cpu: _number_in(devices / f"system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}  # Arm
     most = max(capacities.values())
     return tuple(cpu for cpu in cpus if capacities[cpu] >= _LEAST_CAPACITY * most)
+
+
+def part_of(node: Node, part: int, parts: int, devices: Path = DEVICES) -> Node:
+    """A node with one of ``parts`` equal shares of its CPUs, those of a core together; with too few of them, all."""
+    by_core = sorted(node.cpus, key=lambda cpu: (min(_siblings(cpu, devices)), cpu))
+    first, last = (len(by_core) * edge // parts for edge in (part, part + 1))
+    return Node(node.number, tuple(sorted(by_core[first:last])) or node.cpus)
 
 
 def nodes(devices: Path = DEVICES) -> tuple[Node, ...]:

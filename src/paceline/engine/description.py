@@ -182,8 +182,6 @@ class EngineDescription:
             return f"{self._describe_device_rounds(self.device_round, rounds)}; "
         if runs_native_rounds(self.models.target):
             return f"{self._describe_kernel_rounds()}; "
-        if isinstance(self.models.target, NativeModel):
-            return "rounds by the host (ranks share the target); "
         if self.models.target.device.type != "cuda":
             return ""
         has_ranks = self.config.tensor_parallel > 1 and self.config.rounds == "auto"

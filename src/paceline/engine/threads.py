@@ -88,10 +88,20 @@ def _linears(model: abi.CModelSpec) -> Iterator[abi.CLinear]:
 
 
 def nodes_of_rank(config: EngineConfig, rank: int = 0) -> tuple[cpus.Node, ...]:
-    """The NUMA nodes of a rank: its share of ``chosen_nodes``; with more ranks than nodes, several have the same."""
+    """The NUMA nodes of a rank: its share of ``chosen_nodes``.
+
+    Where there are more ranks than nodes, several share one, and each has some of its CPUs: a rank whose threads wake
+    on the CPU of another would take its time.
+    """
     chosen, ranks = chosen_nodes(config.numa), config.tensor_parallel
+    if ranks == 1 or config.numa == "off":
+        return chosen
+    chosen = chosen or cpus.nodes()
     first, last = (len(chosen) * edge // ranks for edge in (rank, rank + 1))
-    return chosen[first : max(last, first + 1)]
+    if len(chosen) >= ranks or not chosen:
+        return chosen[first:last]
+    sharing = [other for other in range(ranks) if len(chosen) * other // ranks == first]
+    return (cpus.part_of(chosen[first], sharing.index(rank), len(sharing)),)
 
 
 def chosen_nodes(numa: str) -> tuple[cpus.Node, ...]:

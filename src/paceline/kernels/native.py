@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.core.cpus import Node
 from paceline.core.nodes import Nodes
+from paceline.core.pages import PagedVectors
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels import abi, build, pack
 from paceline.kernels.abi import (
@@ -252,8 +253,20 @@ class Pool:
         Raises OSError if the system refuses.
         """
         panels = -(-packed.outputs // abi.PANEL)
-        size = packed.weights.nbytes // panels
-        if error := self._library.pl_place(self.handle, packed.weights.data_ptr(), panels, size):
+        self._place(packed.weights.data_ptr(), panels, packed.weights.nbytes // panels)
+
+    def place_heads(self, table: PagedVectors) -> None:
+        """Bind keys or values, which nobody has written yet, to the nodes whose threads attend to their heads.
+
+        Raises OSError if the system refuses.
+        """
+        layers, heads = table.memory.shape[1:3]
+        size = table.memory.element_size()
+        for layer in range(layers):
+            self._place(table.memory.data_ptr() + layer * table.layer_stride * size, heads, table.head_stride * size)
+
+    def _place(self, address: int, items: int, item_bytes: int) -> None:
+        if error := self._library.pl_place(self.handle, address, items, item_bytes):
             raise OSError(error, os.strerror(error))
 
 

@@ -54,7 +54,7 @@ IN_TORCH: dict[str, Any] = {}
 ON_KERNELS = {"dtype": "auto", "quantization": "int8"}
 PARTS = [
     pytest.param(IN_TORCH, "cut into 2 ranks (gloo)", id="torch"),
-    pytest.param(ON_KERNELS, "1 threads a rank (0.00 GiB of weights and 1 key heads on rank 0)", id="int8"),
+    pytest.param(ON_KERNELS, "1 threads a rank (0.00 GiB of weights and 1 key heads on rank 0", id="int8"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from paceline.kernels import native
 from paceline.lengths import FixedLength
 from paceline.models.base import cache_of
 from paceline.models.description.shards import ModelShard
-from paceline.models.load.loading import description_of, load_model, open_checkpoint
+from paceline.models.load.loading import description_of, open_checkpoint
 from paceline.models.native.division import division_of
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.parallel.plan import Op
@@ -77,11 +76,11 @@ def test_every_bit_is_one_process(tmp_path: Path, name: str, quantization: Quant
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("trees", [False, True])
 def test_answers_are_those_of_one_process(tmp_path: Path, trees: bool) -> None:
-    """Prompts share prefixes, so pages are shared and copied; trees move accepted tokens."""
-    path, draft = write(toy("llama"), tmp_path), load_model(toy("llama"), dtype=torch.float32)
-    each = [replace(some, logprobs=None) for some in params(24)]
+    """Prompts share prefixes, so pages are copied; trees move accepted tokens; one request has rounds of the host."""
+    path, each = write(toy("llama"), tmp_path), params(24)
+    draft = whole_of(path, "int8")
     options: dict[str, Any] = {"max_model_len": ranks.POSITIONS, "max_batch_size": 3, "prefill_chunk": 16}
-    options |= {} if trees else {"drafter": "hybrid"}
+    options |= {} if trees else {"drafter": "model"}
     expected = run(make_engine(whole_of(path, "int8"), None if trees else draft, **options), prompts(4), each)
     with native_in_threads(path, "int8") as part:
         engine = make_engine(part, None if trees else draft, **options)

@@ -114,8 +114,8 @@ class NativeRound:
         Raises ParameterError if a draft token is not in the vocabulary or comes before its parent; then no row has
         changed.
         """
-        if isinstance(draft, PlannedDraft) and not draft.is_made:
-            self._begin_with(draft)
+        if isinstance(draft, PlannedDraft) and not draft.is_made and not self._model.is_part:
+            self._begin_with(draft)  # other ranks must know the draft tokens before the round
             self.draft_seconds = self._draft_seconds[0]
         else:
             self._call_kernels(draft)
@@ -188,8 +188,8 @@ class NativeRound:
 
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
-    """Whether the kernels can run rounds of this model; other ranks are not told of a round's pass."""
-    return isinstance(model, NativeModel) and not model.is_part
+    """Whether the kernels can run rounds of this model."""
+    return isinstance(model, NativeModel)
 
 
 def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.config import QuantizationName
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.nodes import Nodes
+from paceline.core.paged_tables import PagedTables
 from paceline.errors import ParameterError
 from paceline.kernels import abi, native, structs
 from paceline.kernels.pack import Format, packed_bytes
@@ -222,7 +223,19 @@ class NativeModel:
         if described is None:
             _check_cache(cache, self)
             described = self._caches[cache] = structs.cache(cache)
+            self._place(cache)
         return described
+
+    def _place(self, cache: KVCache) -> None:
+        """Bind keys and values to the NUMA nodes whose threads attend to their heads, if weights could be bound."""
+        pool = native.node_pool(self.packed_decoder.decoder.kernels)
+        if pool is None or not self.packed_decoder.nodes or not isinstance(cache.storage, PagedTables):
+            return
+        try:
+            for table in range(len(cache.tables)):
+                pool.place_heads(cache.paged(table))
+        except OSError as error:
+            log.warning("keys and values are not placed on the NUMA nodes that read them: %s", error)
 
 
 def _expert_sizes(spec: NativeSpec, to: Format) -> list[int]:

@@ -50,6 +50,8 @@ class Follower:
         match op, numbers, tensor:
             case Op.FORWARD, (cache, *how), Tensor():
                 self.forward(self._caches[cache], how, tensor)
+            case Op.ROUND, (cache,), Tensor():
+                self.round(self._caches[cache], tensor)
             case Op.HEAD, (tokens,), None:
                 self.head(tokens)
             case Op.COPY_ROW, (cache, source, destination, length), None:
@@ -78,6 +80,10 @@ class Follower:
 
     def forward(self, cache: KVCache, how: Sequence[int], tokens: Tensor) -> None:
         """Run a pass over ``tokens``. how: the operation's numbers behind the cache."""
+        raise NotImplementedError
+
+    def round(self, cache: KVCache, tokens: Tensor) -> None:
+        """Run a pass over ``tokens``, and compute this rank's part of their logits."""
         raise NotImplementedError
 
     def head(self, tokens: int) -> None:
@@ -126,6 +132,9 @@ class NativeFollower(Follower):
         wants_hidden, read, text, *taps = how
         run = self.model.forward if wants_hidden else self.model.fill
         run(Nodes(*tokens)._replace(read=read, text=text), cache, taps)
+
+    def round(self, cache: KVCache, tokens: Tensor) -> None:
+        self.model.logits(self.model.forward(Nodes(*tokens), cache).hidden)
 
     def head(self, tokens: int) -> None:
         self.model.logits(self.ranks.receive((tokens, self.model.width), torch.float32))

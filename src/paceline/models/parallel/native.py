@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import RankError
 from paceline.kernels import native
+from paceline.kernels.abi import CRoundCall
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec
@@ -114,6 +116,51 @@ class LeadingNative(NativePart, Leading):
             self._check_exchange()
         return logits.view(*hidden.shape[:-1], -1)
 
+    def run_round(self, call: CRoundCall, cache: KVCache, threads: int | None = None) -> None:
+        assert isinstance(cache, MirroredCache)
+        tokens, lengths = _tokens_of(call)
+        with self.on_all_ranks(Step(Op.ROUND, (cache.number,), tokens)):
+            super().run_round(call, cache, threads)
+            self._check_exchange()
+        if call.parents:
+            paths = zip(_table(call.path, call.rows, call.draft_stride), _line(call.accepted, call.rows), strict=True)
+            kept = [[*path[:accepted], *range(accepted, len(path))] for path, accepted in paths]
+            moves = torch.tensor(
+                [[*row, *path] for *row, path in zip(_line(call.slots, call.rows), lengths, kept, strict=True)]
+            )
+            self._pending.append(Step(Op.KEEP, (cache.number,), moves))
+
     def _check_exchange(self) -> None:
         if self.packed_decoder.decoder.ranks_ended:
             raise RankError("another rank ended in a pass, or did not answer for a minute")
+
+
+def _tokens_of(call: CRoundCall) -> tuple[Tensor, list[int]]:
+    """Tokens, rows and positions [3, N] of a round, of trees also slots and parents [5, N]; and the rows' lengths."""
+    nodes: list[tuple[int, ...]] = []
+    lengths = []
+    stride, rows = call.draft_stride, call.rows
+    parents = _table(call.parents, rows, stride) if call.parents else [list(range(-1, stride - 1))] * rows
+    drafts = zip(_table(call.draft_tokens, rows, stride), parents, _line(call.counts, rows), strict=True)
+    for slot, (drafted, parent_of, count) in zip(_line(call.slots, rows), drafts, strict=True):
+        length, root = _number(call.text.length, slot), len(nodes)
+        last = _number(call.text.text, slot * call.text.text_stride + length - 1)
+        nodes.append((last, slot, length - 1, length - 1, -1))
+        for draft in range(count):
+            parent = root + 1 + parent_of[draft]
+            nodes.append((drafted[draft], slot, nodes[parent][2] + 1, length + draft, parent))
+        lengths.append(length)
+    return torch.tensor(nodes).T[: 5 if call.parents else 3].contiguous(), lengths
+
+
+def _number(address: int, place: int) -> int:
+    return c_int64.from_address(address + 8 * place).value
+
+
+def _line(address: int, count: int) -> list[int]:
+    return list((c_int64 * count).from_address(address))
+
+
+def _table(address: int, rows: int, columns: int) -> list[list[int]]:
+    flat = _line(address, rows * columns) if columns else []  # without draft tokens there may be no address
+    return [flat[row * columns : (row + 1) * columns] for row in range(rows)]

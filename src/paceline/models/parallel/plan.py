@@ -30,6 +30,7 @@ class Op(IntEnum):
     DROP_GRAPH = 10  # graph
     ERASE_ROW = 11  # cache, row
     CUT_ROW = 12  # cache, row, length
+    ROUND = 13  # cache; [3 or 5, N]: a pass and the logits of all its tokens, on the CPU kernels
 
 
 @dataclass(frozen=True)
