@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_float, pointer
+from ctypes import addressof, c_float, c_int32, pointer
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     Activation,
     BlockConvWeights,
+    Division,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
@@ -113,13 +114,15 @@ class PackedDecoder:
         size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
-        places = NodePlaces(native.node_pool(kernels))
+        pool = native.node_pool(kernels)
+        alone = spec.division is not None and pool is not None and len(pool.nodes) == 1  # a rank is packed on its node
+        places = NodePlaces(None if alone else pool)
         packer = _Packer(self.memory, fill=read_packed is None, place=places.place)
         model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         if read_packed is not None:
             read_packed(self.memory)
         self.nodes = places.nodes
-        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model)
+        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model), _divide(spec.division, model)
         self.model = model
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
         self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
@@ -143,6 +146,20 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
         into.cosine, into.sine = (table.data_ptr() for table in tables[rotary])
         into.rotary_half = len(rotary.inverse_frequencies)
     return tables
+
+
+def _divide(division: Division | None, model: abi.CModelSpec) -> object:
+    """Describe a rank's part of a model -> what must outlive the model."""
+    if division is None:
+        return None
+    Edges = c_int32 * (division.ranks + 1)
+    kept = [Edges(*edges) for edges in (division.hidden, division.tokens, *division.attended, *division.activated)]
+    hidden, tokens, *of_layers = map(addressof, kept)
+    for index, into in enumerate(model.layers[: model.layer_count]):
+        into.attended, into.activated = of_layers[index], of_layers[model.layer_count + index]
+    memory, floats = division.memory.data_ptr(), division.numbers_at_once
+    model.ranks = pointer(abi.CRanks(division.rank, division.ranks, hidden, tokens, memory, floats))
+    return kept, division.memory
 
 
 def _balance_keys(spec: NativeSpec, model: abi.CModelSpec) -> list[Tensor]:
