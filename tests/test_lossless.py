@@ -37,7 +37,9 @@ from paceline.core.sampling import noise_key, noisy_argmax
 from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
+from paceline.engine import slot_allocator
 from paceline.engine.engine import Engine, Request
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import ParameterError
 from paceline.kernels import cpu, native
 from paceline.lengths import LengthPolicy
@@ -279,7 +281,12 @@ PROCESSED = [  # rows whose tokens are restricted, and one that is free
         )
     )
 ]
-PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
+# Answers that need a second page, and a few that end early.
+LONG = [
+    replace(params, max_tokens=60, ignore_eos=row > 1 and params.structured_outputs is None)
+    for row, params in enumerate(MIXED)
+]
+PARAMS = {**FAMILIES, "long": LONG, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
 
 
 def unranked(params: SamplingParams) -> SamplingParams:
@@ -449,6 +456,37 @@ def test_texts_that_go_on_from_kept_prefixes_equal_plain_decoding(memory: int | 
         assert [found[index] for index in range(len(PROMPTS))] == plain(model, "mixed")
         random.Random(turn).shuffle(order)
     assert engine.slots.free.counts.reused > 0 or memory is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("model", "drafter", "memory"),
+    pairwise(
+        {
+            "model": ["native", "recurrent", "gemma4 experts", "latent in int8"],
+            "drafter": ["model", "ngram", "head"],
+            "memory": [None, 0],
+        },
+        {("model", "latent in int8"): {"drafter": ["model", "head"]}},
+    ),
+)
+def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
+    model: str, drafter: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten requests on five rows, in memory for one row at its longest and two short ones."""
+    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)  # rows begin that cannot grow beside others
+    options = {"max_batch_size": 5, "prefill_chunk": 9, "prefix_memory": memory}
+    engine = speculative_engine(model, drafter, "random", "long", **options)
+    bytes_for = engine.room.bytes_for
+    engine.slots.room = replace(engine.room, limit=bytes_for(engine.max_model_len) + 2 * bytes_for(60))
+    engine.slots.forget()  # it sets the slots' sizes
+    assert engine.slots.room.is_short
+    outputs = run(engine, PROMPTS, LONG)
+    assert answers(outputs) == plain(model, "long")
+    costs = [answer.metrics for output in outputs for answer in output.candidates]
+    assert engine.scheduler.preemptions == sum(cost.preempted for cost in costs) > 1
+    assert engine.scheduler.recomputed_tokens == sum(cost.recomputed_tokens for cost in costs) > 0
 
 
 @needs_kernels
