@@ -336,9 +336,10 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
     drafts |= dict.fromkeys(("assistant", "assistant hybrid"), ASSISTANTS)
     drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, **TORCH_HEADS}
+    drafts["dspark hybrid"] = TORCH_HEADS["dspark"]
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
-    same |= {"assistant": "feature", "assistant hybrid": "hybrid"}
+    same |= {"assistant": "feature", "assistant hybrid": "hybrid", "dspark hybrid": "hybrid"}
     same |= {"parallel": "feature", "parallel hybrid": "hybrid", **dict.fromkeys(IN_TORCH, "feature")}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
@@ -596,7 +597,7 @@ OTHER_LAYERS = ["model", "ngram", "documents", "sometimes", "ragged", "hybrid", 
 DRAFTERS_OF = {
     **dict.fromkeys(("toy", "flat", "llama"), DRAFTERS),
     "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
-    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", "none"],
+    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", *BLOCKS, "dspark hybrid", "none"],
     "llama, split": ["model", "ragged", "head hybrid"],
     "native": [*(each for each in DRAFTERS if each not in IN_TORCH), *ON_KERNELS, "parallel hybrid"],
     "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
@@ -609,7 +610,7 @@ DRAFTERS_OF = {
         ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
     ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
-    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
+    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "dspark", "none"],
     "llama in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
     "llama in fp8": ["model", "ragged"],
     "native in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
@@ -627,7 +628,7 @@ DEVICE_FAMILIES = ["greedy", "mixed", "siblings", "processed"]  # rows that need
 FEW_LENGTHS = [4, "random", "caps", "selection", "confident", "sources"]  # where lengths are not the point
 FACTORS = {
     "place": PLACES,
-    "drafter": [*DRAFTERS, "parallel hybrid", "assistant", "assistant hybrid", "none"],
+    "drafter": [*DRAFTERS, "parallel hybrid", "dspark hybrid", "assistant", "assistant hybrid", "none"],
     "length": [*LENGTHS, "budget", "hybrid", "sources"],
     "family": [*PARAMS],
     "rule": ["coupled", "rejection"],
@@ -742,7 +743,7 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
 
 LEAVING = {
     "toy": [each for each in DRAFTERS if each not in ("never", "always", "sometimes", "short")],
-    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "none"],
+    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "dflash", "dspark hybrid", "none"],
     "flat": ["model", "documents", "hybrid", "head"],
     "native": ["self", "ngram", "documents", "model", "hybrid", "head", "head hybrid", "parallel", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2"), ("model", "ngram", "head")),
@@ -1153,7 +1154,7 @@ BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft to
 BRANCHING_OF = {
     **dict.fromkeys(("toy", "flat"), (*BRANCHING, "head", "head hybrid", "parallel", *IN_TORCH)),
     "toy, split": ["documents", "model", "head", "chimera"],
-    "toy on the device": ["model", "self", "head"],
+    "toy on the device": ["model", "self", "head", "dspark", "dflash2"],
     "llama": ["documents", "model", "hybrid", "head", "parallel", *IN_TORCH],
     "llama, split": ["model", "head hybrid"],
     "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid", *ON_KERNELS],
@@ -1553,12 +1554,16 @@ def test_many_requests_with_own_seeds_follow_the_exact_distribution() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [pytest.param("coupled", "model", marks=pytest.mark.slow), ("rejection", "model"), ("rejection", "hybrid")],
+    [
+        pytest.param("coupled", "model", marks=pytest.mark.slow),
+        *(("rejection", d) for d in ("model", "hybrid", "dspark")),
+    ],
 )
 def test_device_rounds_keep_the_distribution(rule: str, drafter: str) -> None:
+    draft = IN_TORCH[drafter](SMALL_TARGET(), 8) if drafter in IN_TORCH else SMALL_DRAFT()
     engine = make_engine(
-        SMALL_TARGET(), SMALL_DRAFT(), drafter=drafter, acceptance=rule, num_speculative_tokens=2, rounds="device",
-        attention="padded", max_batch_size=50, max_model_len=16,
+        SMALL_TARGET(), draft, drafter="feature" if drafter in IN_TORCH else drafter, acceptance=rule,
+        num_speculative_tokens=2, rounds="device", attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3
 
