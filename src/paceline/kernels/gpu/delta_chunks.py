@@ -240,7 +240,7 @@ class ChunkTables(NamedTuple):
 
 def block_of(width: int) -> int:
     """Return the columns of a block of ``width`` numbers: a power of two, and enough for a product."""
-    return max(CHUNK, triton.next_power_of_2(width))
+    return max(CHUNK, 1 << (width - 1).bit_length())
 
 
 def has_chunks(part: RowsPass) -> bool:
