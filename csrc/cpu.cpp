@@ -29,7 +29,7 @@ struct Problem {
 
   explicit Problem(Format format) : weights(static_cast<size_t>(kOutputs) * kInputs * 2) {
     for (int output = 0; output < kOutputs; ++output) for (int input = 0; input < kInputs; ++input) pack(format, output, input);
-    linear = {weights.data(), scales.data(), nullptr, kInputs, kOutputs, format, 0};
+    linear = {weights.data(), scales.data(), nullptr, kInputs, kOutputs, format, 0, nullptr};
   }
 
  private:
