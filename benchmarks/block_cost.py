@@ -5,7 +5,8 @@
 Random weights of true shapes, by default Qwen3-8B's and those of its published DFlash drafter with five layers: time
 does not depend on their values, acceptance would. All layers of the target hold equal numbers in memory of their own.
 plain_ms: of a round without drafts. draft_ms: of a draft after a round that accepted ``--accepted`` tokens, whose keys
-and values are made first. Sizes take turns, and the median counts. share: draft_ms / plain_ms.
+and values are made first. Sizes take turns, and the median counts. share: draft_ms / plain_ms. With fewer
+``--target-layers`` than the model has, plain_ms is shorter and share larger; a target needs six for the hidden states.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ transformers' own. docs/models.md shows the table; ``benchmarks/results/model-su
 
 States: kernels (native, on the CPU kernels), torch (native, in torch), transformers (through transformers' own code),
 whole texts (likewise, but every pass computes whole texts), refused (with the message), wrong (what differs), untried
-(transformers itself does not run the shrunk model).
+(``NOT_TRIED``, or transformers itself does not run the shrunk model).
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN}},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {**_PLAIN, "mrope_section": [3, 3, 2]},
+    },
     "paddleocr_vl_text": {"rope_parameters": {**_PLAIN, "mrope_section": [2, 3, 3]}},
     "granite_docling_vision": {"out_hidden_size": 64},
     "inkling2_vision": {"text_hidden_size": 64},
@@ -99,9 +102,56 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
     "phimoe": {"sliding_window": 512},  # as long as its positions, as it is published
+    **dict.fromkeys(("cosmos3_edge_text", "qwen2_5_omni_text", "qwen3_omni_moe_text"), _SECTIONS),
+    "hy_v4_vl_text": _SECTIONS,
+    "parakeet_encoder": {"projection_hidden_size": 64, "projection_bias": False},
+    "radio": {"video_temporal_patch_size": 2},
+    "hunyuan_vl_text": {"rope_parameters": {**_PLAIN, "mrope_section": [2, 2, 2, 2]}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "muse_spark_audio": {"out_hidden_size": 64},
+    "wavtokenizer_encoder": {"codebook_dim": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [0, 0, 4, 4]},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "qwen2_5_omni_audio_encoder": {"encoder_attention_heads": 4},
+    "qwen3_omni_moe_audio_encoder": {"encoder_attention_heads": 4},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4, "num_key_value_heads": 4},
+    "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48]},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "molmo2_vision": {"image_size": [32, 32]},
+    "molmo2_adapter": {"vision_feature_layer": [-1]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+    },
     "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [], "downsample_rate": "1/2"},
 }
 """By model_type: fields that do not follow from ``SIZES``."""
+
+NOT_TRIED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pix2struct"),
+            *("pp_formulanet", "vision-encoder-decoder"),
+        ),
+        "it writes no text without a picture",
+    ),
+    **dict.fromkeys(
+        ("fast_vlm", "gemma3n", "perception_lm"), "its picture encoder is of the package timm, which is not installed"
+    ),
+    **dict.fromkeys(("florence2", "t5gemma2"), "its decoder runs behind an encoder alone"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for a Gemma 4, beside it alone"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound"),
+    "udop": "it reads the places of words on a page",
+    "evolla": "it reads proteins",
+    "pi0": "it moves robots",
+    "xmod": "it needs a language to be chosen",
+}
+"""Types whose models do not continue a text, and why."""
 
 
 def shrunk(kind: type[Any]) -> dict[str, Any]:
@@ -169,6 +219,8 @@ def saved(model_type: str, path: Path) -> Any:
 
 def tried(model_type: str) -> dict[str, Any]:
     """Try one model type. Returns its state and, where there is one, the reason."""
+    if model_type in NOT_TRIED:
+        return {"state": "untried", "reason": NOT_TRIED[model_type]}
     with tempfile.TemporaryDirectory() as folder:
         try:
             model = saved(model_type, Path(folder))

@@ -304,6 +304,16 @@ class Runner:
         return self.model.hidden_states(tokens, positions, attend, taps)
 
 
+def best_tokens(theirs: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
+    """transformers' best token in place of each token of a text, from one pass over a prompt and the text.
+
+    A text that equals them is the greedy one: its first token is the best one, and so is each after those before it.
+    """
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) - 1 :]
+    return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+
+
 def ragged_error(model: Model, expected: Callable[[Tensor], Tensor]) -> float:
     """Largest error of the logits of three rows of different lengths, decoded a few tokens at a time.
 

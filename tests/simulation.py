@@ -51,10 +51,11 @@ class Simulation:
         self.batch = Batch(self.capacity, 100_000, 4)
         self.rng = random.Random(self.seed)
 
-    def rows(self, count: int) -> None:
-        """Set the number of live rows."""
+    def rows(self, count: int, context: int = 100) -> None:
+        """Set the number of live rows. context: tokens of those that join."""
+        params = SamplingParams(temperature=0, max_tokens=99_100 - context)
         for row in range(self.batch.rows, count):  # sequences that stay have the first slots
-            self.batch.set_row(row, RowStart([1] * 100, SamplingParams(temperature=0, max_tokens=99_000), row))
+            self.batch.set_row(row, RowStart([1] * context, params, row))
         self.batch.set_live(range(count))
 
     def play(self, policy: LengthPolicy, rounds: int = 1) -> None:

@@ -207,16 +207,16 @@ REGEX = StructuredOutputs(regex="toy")  # the content is ignored: toy.ToyConstra
 GREEDY = [SamplingParams(temperature=0, max_tokens=22, seed=seed) for seed in range(len(PROMPTS))]
 MIXED = [
     SamplingParams(temperature=0, max_tokens=22, seed=0),
-    SamplingParams(temperature=1.0, max_tokens=24, seed=1, n=3, logprobs=2),
-    SamplingParams(temperature=0.7, max_tokens=20, seed=2, top_k=5, presence_penalty=1.0, num_speculative_tokens=2),
-    SamplingParams(temperature=1.3, max_tokens=24, seed=3, top_p=0.7, frequency_penalty=0.7, typical_p=0.9),
-    SamplingParams(temperature=0, max_tokens=25, seed=4, repetition_penalty=1.5, logit_bias={3: 2.0, 7: -4.0}),
+    SamplingParams(temperature=1.0, max_tokens=16, seed=1, n=3, logprobs=2),
+    SamplingParams(temperature=0.7, max_tokens=14, seed=2, top_k=5, presence_penalty=1.0, num_speculative_tokens=2),
+    SamplingParams(temperature=1.3, max_tokens=16, seed=3, top_p=0.7, frequency_penalty=0.7, typical_p=0.9),
+    SamplingParams(temperature=0, max_tokens=16, seed=4, repetition_penalty=1.5, logit_bias={3: 2.0, 7: -4.0}),
     SamplingParams(temperature=0.9, max_tokens=9, seed=5, min_p=0.2, min_tokens=8, logit_bias={0: 3.0}),
-    SamplingParams(temperature=2.0, max_tokens=16, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
+    SamplingParams(temperature=2.0, max_tokens=12, seed=6, top_k=8, top_p=0.8, min_p=0.05, n=2, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=9, seed=7, stop_token_ids=(4, 5), num_speculative_tokens=0),
-    SamplingParams(temperature=0, max_tokens=24, seed=8, structured_outputs=REGEX),
+    SamplingParams(temperature=0, max_tokens=16, seed=8, structured_outputs=REGEX),
     SamplingParams(
-        temperature=1.1, max_tokens=24, seed=9, structured_outputs=REGEX, n=2, top_p=0.9, presence_penalty=1
+        temperature=1.1, max_tokens=16, seed=9, structured_outputs=REGEX, n=2, top_p=0.9, presence_penalty=1
     ),
 ]
 FAMILIES = {"greedy": GREEDY, "mixed": MIXED}
@@ -235,7 +235,7 @@ EVERYTHING = [  # every row has every parameter
         repetition_penalty=(1.1, 0.9)[row % 2],
         logit_bias={row: 1.5, 22: 1.0},
         min_tokens=row % 4 + 1,
-        max_tokens=22,
+        max_tokens=15,
         stop_token_ids=(row + 1,),
         logprobs=row % 3,
         seed=row,
@@ -243,7 +243,7 @@ EVERYTHING = [  # every row has every parameter
     for row in range(len(PROMPTS))
 ]
 SIBLINGS = [
-    SamplingParams(temperature=(0, 0.6, 1.0)[row % 3], max_tokens=(14, 3)[row % 2], seed=row, n=4, top_p=1 - row / 20)
+    SamplingParams(temperature=(0, 0.6, 1.0)[row % 3], max_tokens=(9, 3)[row % 2], seed=row, n=4, top_p=1 - row / 20)
     for row in range(len(PROMPTS))
 ]
 
@@ -265,7 +265,7 @@ def best_three(answer: list[int], logits: Tensor) -> Tensor:
 
 
 PROCESSED = [  # rows whose tokens are restricted, and one that is free
-    SamplingParams(temperature=(0, 0.8, 1.2)[row % 3], max_tokens=22, seed=row, **restricted)
+    SamplingParams(temperature=(0, 0.8, 1.2)[row % 3], max_tokens=15, seed=row, **restricted)
     for row, restricted in enumerate(
         (
             {"bad_words": ["a", "c", "fg"]},

@@ -13,7 +13,7 @@ STATES = {
     "whole texts": "likewise, but every pass computes whole texts",
     "refused": "refused, with the reason",
     "wrong": "another text than transformers'",
-    "untried": "transformers does not run the small model",
+    "untried": "not tried: no text alone, or transformers does not run the small model",
 }
 
 

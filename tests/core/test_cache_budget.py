@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from core.test_row_tables import taken
 from engine.test_scheduler import step
@@ -14,9 +15,11 @@ from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.cache_budget import CacheUsage
 from paceline.core.outputs import RequestOutput
 from paceline.core.row_tables import GROWS
+from paceline.engine import slot_allocator
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
-from paceline.engine.scoring import PromptScores
+from paceline.engine.scoring import PooledStates, PromptReading, PromptScores
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import CapacityError, ParameterError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
@@ -130,6 +133,29 @@ def test_a_row_gives_way_to_urgent_ones_that_began_after_it() -> None:
     assert [sequence.request_id for sequence in engine.scheduler.preempted] == [patient.request_id]
     finish(engine)
     assert urgent.finished
+
+
+@pytest.mark.parametrize("reads", [PooledStates, PromptScores])
+def test_what_is_collected_from_a_prompt_survives_that_it_is_read_again(
+    reads: type[PromptReading], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_allocator, "STRETCH", 16)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    engine, text = short_engine([LONGEST], FlatToy, prefill_chunk=8), prompt_of(950, 1)
+    grows = add(engine, 370, SamplingParams(temperature=0, max_tokens=150))
+    while not grows.outputs[0].token_ids:
+        step(engine)
+    reading, alone = reads(text), reads(text)
+    output = engine.add(Request(text, SamplingParams(max_tokens=1), reading=reading, only_read=True))
+    finish(engine)
+    assert output.outputs[0].metrics.preempted == 1
+    roomy = make_engine(FlatToy(max_positions=LONGEST), max_model_len=LONGEST)
+    roomy.add(Request(text, SamplingParams(max_tokens=1), reading=alone, only_read=True))
+    finish(roomy)
+    if isinstance(reading, PooledStates) and isinstance(alone, PooledStates):
+        assert torch.equal(reading.vector, alone.vector)
+    elif isinstance(reading, PromptScores) and isinstance(alone, PromptScores):
+        assert reading.logprobs == alone.logprobs
 
 
 def test_rows_of_short_answers_begin_when_their_maximum_lengths_fit() -> None:

@@ -40,6 +40,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.lengths.calibration import Calibration, Grid
+from paceline.models.decoding.draft_vocabulary import NEVER
 from toy import VOCAB, RandomStops, make_engine, run, tiny_llama, tiny_llama_of_transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -337,6 +338,21 @@ def test_identity_convolutions_and_an_empty_codebook_draft_as_a_dflash() -> None
         drafted.append([draft.draft_tokens for draft in drafts])
     assert drafted[0] == drafted[1]
     assert len(drafted[0]) > 2
+
+
+def test_a_selector_chooses_among_the_tokens_that_are_scored() -> None:
+    config = block_config("dflash2", VOCAB, 32, (0, 1))
+    head = BlockHead(config)
+    head.load_state_dict(random_block(config))
+    selector, generator = head.candidate_selector, torch.Generator().manual_seed(0)
+    assert selector is not None
+    tokens = torch.randperm(VOCAB, generator=generator)[:9]
+    logits, state = (torch.randn(2, size, generator=generator) for size in (VOCAB, 32))
+    others = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, tokens, False)
+    expected = selector.scores(logits.masked_fill(others, NEVER), state, torch.tensor([3, 4]), None)[:, tokens]
+    torch.testing.assert_close(selector.scores(logits[:, tokens], state, torch.tensor([3, 4]), tokens), expected)
+    few = selector.scores(logits[:, :2], state, torch.tensor([3, 4]), torch.tensor([0, 1]))
+    assert (few > NEVER).all(), "fewer tokens than it chooses among"
 
 
 def test_auto_counts_one_pass_whatever_the_length() -> None:

@@ -147,6 +147,7 @@ def test_a_drafter_may_score_a_part_of_its_vocabulary(kind: str) -> None:
     made = tiny_block(target, 72, "dspark") if kind == "torch" else tiny_native_block(target, 72, kind)
     engine = make_engine(target, made, drafter="feature", draft_vocab_size=8, num_speculative_tokens=3)
     (decoder,) = engine.parts.drafter.decoders
+    assert isinstance(decoder, BlockDecoder)
     assert decoder.vocabulary is not None
     drafted, propose = set[int](), engine.parts.drafter.propose
 
@@ -163,6 +164,14 @@ def test_a_drafter_may_score_a_part_of_its_vocabulary(kind: str) -> None:
     ours, alone = (answers(run(each, prompts, params)) for each in (engine, make_engine(target)))
     assert ours == alone
     assert len(drafted) > 2
+    decoder.vocabulary.count([9, 11, 19] * 50)
+    decoder.vocabulary.choose()
+    states, path, tokens = torch.randn(2, 3, 72), torch.tensor([[1, 5, 4], [7, 2, 9]]), decoder.vocabulary.tokens
+    assert {9, 11, 19} < set(tokens.tolist())
+    of_part = decoder.continued(decoder.row_logits(states)[:, 2], states, path)[:, tokens]
+    decoder.vocabulary = None
+    of_all = decoder.continued(decoder.row_logits(states)[:, 2], states, path)
+    torch.testing.assert_close(of_part, of_all[:, tokens])
 
 
 @pytest.mark.parametrize(("width", "own"), [(1, "int8"), (3, "int8"), (3, "torch")])

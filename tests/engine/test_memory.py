@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from benchmarks.gpu import cards
 
 from paceline.config import EngineConfig
+from paceline.core.row_tables import GROWS
 from paceline.engine import memory
-from paceline.engine.memory import GIB, fit_memory, plan_memory
+from paceline.engine.memory import GIB, default_length, fit_memory, plan_memory, row_bytes
 from paceline.errors import CapacityError
 from toy import ToyModel, make_engine
 
@@ -99,6 +101,29 @@ def test_the_start_line_says_why_rows_are_fewer(monkeypatch: pytest.MonkeyPatch)
     assert f"; {engine.config.rows} rows of 96 tokens (" in line
     assert "; chosen to fit: 16 rows of 96 tokens need" in line
     assert asked == ["returned", "free"]
+
+
+@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+def test_where_rows_grow_the_default_length_is_the_models_if_one_row_fits() -> None:
+    """A length that nobody asked for gives rows no more memory than 4096 tokens each, or one of them its whole."""
+    model, usual = ToyModel(max_positions=30_000), PLAIN.DEFAULT_MAX_MODEL_LEN
+    row = partial(row_bytes, model, None, PLAIN)
+    rest = plan_memory(model, None, PLAIN, 16, 0).to_allocate - 16 * row(0)
+    assert default_length(model, None, PLAIN, model.max_positions) == 30_000
+    found = fit_memory(model, None, PLAIN, 30_000, 1 << 40)
+    assert (found.rows, found.positions, found.budget.limit) == (16, 30_000, 16 * row(usual))
+    asked = fit_memory(model, None, replace(PLAIN, max_model_len=30_000), 30_000, 1 << 40)
+    assert asked.budget.limit == 16 * row(30_000)
+    few = fit_memory(model, None, replace(PLAIN, max_batch_size=2), 30_000, 1 << 40)
+    assert few.budget.limit == row(30_000)
+    short = fit_memory(model, None, PLAIN, 30_000, int((rest + row(20_000)) / 0.9) + 1)
+    assert short.rows == 16
+    assert 19_000 < short.positions <= 20_000
+    assert short.note.startswith("one row of 30000 tokens needs ")
+    with pytest.raises(CapacityError):
+        fit_memory(model, None, replace(PLAIN, max_model_len=30_000), 30_000, int((rest + row(20_000)) / 0.9))
+    on_device = replace(PLAIN, rounds="device")
+    assert default_length(model, None, on_device, model.max_positions) == usual
 
 
 def test_without_a_drafter_there_is_no_workspace_for_draft_tokens() -> None:

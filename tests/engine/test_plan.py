@@ -10,7 +10,7 @@ import torch
 
 from model_support import NATIVE, tiny
 from paceline.config import EngineConfig
-from paceline.engine.memory import fit_memory, plan_memory, row_bytes
+from paceline.engine.memory import default_length, fit_memory, plan_memory, row_bytes
 from paceline.engine.plan import plan_engine
 from paceline.kernels import native
 from paceline.models.load.prepare import ModelOptions, load
@@ -43,7 +43,7 @@ def test_a_plan_has_the_numbers_of_the_engine(files: Path, options: dict[str, An
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     model = load(files, ModelOptions(dtype, CPU, config.attention, config.quantization))
     planned, resolved = plan_engine(files, config, MEMORY), config.resolved(draft_model=False)
-    positions = config.max_model_len or 4096
+    positions = config.max_model_len or default_length(model, None, config, model.max_positions)
     fitted = fit_memory(model, None, resolved, positions, MEMORY - model.weight_bytes())
     memory = plan_memory(model, None, resolved, fitted.rows, fitted.positions)
     assert (planned.rows, planned.positions, planned.note) == (fitted.rows, fitted.positions, fitted.note)

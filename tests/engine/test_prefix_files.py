@@ -80,28 +80,31 @@ def contents(engine: Engine, text: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts", "params"),
+    ("kind", "drafts", "params", "dtype"),
     [
-        ("transformer", None, GREEDY),
-        ("transformer", "model", GREEDY),
-        ("transformer", "model", SAMPLED),
-        ("transformer", "head", GREEDY),
-        ("gated delta net", None, SAMPLED),
-        ("short convolution", None, GREEDY),
+        ("transformer", None, GREEDY, "auto"),
+        ("transformer", "model", GREEDY, "auto"),
+        ("transformer", "model", SAMPLED, "auto"),
+        ("transformer", "model", SAMPLED, "int8"),
+        ("transformer", "head", GREEDY, "auto"),
+        ("transformer", "head", GREEDY, "int8"),
+        ("gated delta net", None, SAMPLED, "auto"),
+        ("gated delta net", None, SAMPLED, "int8"),
+        ("short convolution", None, GREEDY, "auto"),
     ],
 )
 def test_conversations_go_on_after_a_restart(
-    tmp_path: Path, kind: str, drafts: str | None, params: SamplingParams
+    tmp_path: Path, kind: str, drafts: str | None, params: SamplingParams, dtype: str
 ) -> None:
     draft = None if drafts is None else DRAFTS[drafts]()
-    plain = make_engine(MODELS[kind](), prefix_cache=False)
-    first, texts = open_engine(tmp_path, kind, draft), prompts(3)
+    plain = make_engine(MODELS[kind](), prefix_cache=False, kv_cache_dtype=dtype)
+    first, texts = open_engine(tmp_path, kind, draft, kv_cache_dtype=dtype), prompts(3)
     outputs = run(first, texts, [params] * 3)
     first.close()
     assert len(files(tmp_path)) == first.slots.free.counts.written == 3
-    kept = open_engine(tmp_path / "kept", kind, draft)
+    kept = open_engine(tmp_path / "kept", kind, draft, kv_cache_dtype=dtype)
     run(kept, texts, [params] * 3)
-    second, texts = open_engine(tmp_path, kind, draft), next_turns(outputs)
+    second, texts = open_engine(tmp_path, kind, draft, kv_cache_dtype=dtype), next_turns(outputs)
     in_memory, outputs = (run(each, texts, [params] * 3) for each in (kept, second))
     assert answers(in_memory) == answers(outputs)
     if drafts is not None:
@@ -234,8 +237,12 @@ def test_files_of_other_models_are_ignored_and_count_in_the_size(tmp_path: Path)
     run(first, prompts(2), [GREEDY] * 2)
     first.close()
     one = files(tmp_path)[0].stat().st_size
-    for kind, draft in (("gated delta net", None), ("transformer", tiny_native(3, 1))):
-        other = open_engine(tmp_path, kind, draft)
+    for kind, draft, dtype in (
+        ("gated delta net", None, "auto"),
+        ("transformer", tiny_native(3, 1), "auto"),
+        ("transformer", None, "int8"),
+    ):
+        other = open_engine(tmp_path, kind, draft, kv_cache_dtype=dtype)
         assert ask(other, prompts(1)[0], GREEDY).cached_tokens == 0
         assert len(other._files or ()) == 0
     assert len(files(tmp_path)) == 2

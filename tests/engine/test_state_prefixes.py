@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from benchmarks.state_memory import resident
 
 from paceline.config import SamplingParams
+from paceline.core.batch import Batch
 from paceline.core.outputs import RequestOutput
 from paceline.core.recurrent_state import StatefulCache
 from paceline.engine import request, scheduler, slot_allocator
 from paceline.models.base import AnyModel, FlatModel
+from paceline.models.decoding.cached_rows import CachedRows
 from recurrent_support import (
     in_torch,
     on_kernels,
@@ -140,3 +143,25 @@ def test_conversations_beside_the_rows_keep_their_states_within_the_limit(kind: 
             held = int((states.base > 0).sum())
             assert held == len(engine.slots.free.prefixes) < 9
             assert resident(states.state) <= held * states.state[:, 0].nbytes
+
+
+def test_prompts_are_divided_where_a_gpu_divides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At multiples of its chunks, whatever the limit of a pass and wherever prompts part; and at their ends."""
+    monkeypatch.setattr(CachedRows, "prefill_step", CHUNK)
+    model, document, stops = MODELS["gated delta net"](), text_of(70, 1), list[int]()
+    prompts = [document, [*document[:41], *text_of(9, 2)], [*document[:41], *text_of(12, 3)]]
+    for together in (False, True):
+        engine = make_engine(model, drafter="ngram", max_batch_size=3, prefill_chunk=2 * CHUNK + 3)
+        prefill = engine.parts.target.prefill
+
+        def spied(batch: Batch, slots: list[int], starts: list[int], ends: list[int], *, own: Any = prefill) -> None:
+            stops.extend(ends)
+            own(batch, slots, starts, ends)
+
+        monkeypatch.setattr(engine.parts.target, "prefill", spied)
+        turns = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [output for turn in turns for output in run(engine, turn, greedy(len(turn)))]
+        assert answers(outputs) == alone(model, prompts)
+        assert outputs[2].cached_tokens == 2 * CHUNK
+        ends = {len(prompt) - 1 for prompt in prompts}
+        assert {2 * CHUNK, 4 * CHUNK} <= {stop for stop in stops if stop % CHUNK == 0} == set(stops) - ends

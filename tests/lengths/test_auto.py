@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 from typing import cast
 
@@ -70,6 +72,31 @@ def test_it_finds_the_length_that_pays_best(name: str, acceptance: float, rows: 
         goodput[policy] = simulation.goodput
     assert goodput["auto"] > 0.93 * max(goodput[k] for k in fixed)
     assert goodput["auto"] > 0.98 * goodput[0]
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-qwen-int8-epyc-zen4.json"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_drafts_stop_at_the_context_where_they_cease_to_pay(rows: int) -> None:
+    """Measured times of Qwen2.5-Coder-1.5B and its draft model, of whose tokens 0.7 are right (docs/adaptive.md).
+
+    A draft token is verified over the whole context, so from some length on a plain round brings more. Where the best
+    length gains a few percent, drafts may go on or stop.
+    """
+    costs, outcomes = CostTable.from_json(json.loads(MEASURED.read_text())["costs"]), set[str]()
+    for context in (1024, 2048, 4096, 8192, 16384, 32768):
+        speeds = [rows * sum(0.7**i for i in range(k + 1)) / costs.round_ms(rows, k, context) for k in costs.lengths]
+        gain = max(speeds) / speeds[0]
+        simulation = Simulation(costs, lambda row, place: 0.7, capacity=4)
+        simulation.rows(rows, context)
+        simulation.play(blind(simulation, costs), 200)
+        assert simulation.goodput > 1000 * max(0.92 * max(speeds), 0.96 * speeds[0])
+        drafted = mean(simulation.asked[-100:])
+        outcomes.add("pays" if gain > 1.02 else "does not")
+        assert gain < 1.1 or drafted > 0.7
+        assert gain > 1.0 or drafted < 0.15
+    assert outcomes == {"pays", "does not"}
 
 
 class Captures:

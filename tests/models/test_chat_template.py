@@ -22,7 +22,7 @@ from paceline.chat.messages import for_template
 from paceline.core import child_limits
 from paceline.errors import RequestError
 from paceline.models.files.gguf import GGUFFile
-from paceline.models.text import chat_template
+from paceline.models.text import chat_template, limited_process
 from paceline.models.text.chat_template import ChatTemplate
 from polling import PATIENCE
 
@@ -56,8 +56,8 @@ def in_transformers(template: str, talk: list[dict[str, Any]]) -> str:
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Limit each conversation to 1 s of CPU time, and check that the test itself uses little."""
-    monkeypatch.setattr(chat_template, "SECONDS", 1)
-    monkeypatch.setattr(chat_template, "WALL_SECONDS", 20.0)
+    monkeypatch.setattr(limited_process, "SECONDS", 1)
+    monkeypatch.setattr(limited_process, "WALL_SECONDS", 20.0)
     started = time.process_time()
     yield
     assert time.process_time() - started < 5
@@ -165,10 +165,10 @@ def test_a_message_that_the_template_leaves_out_for_its_role_is_refused() -> Non
 def test_a_signal_to_the_whole_process_group_costs_no_conversation(number: signal.Signals) -> None:
     template = ChatTemplate("done", SPECIAL)
     template.render(TALK)
-    assert template._process is not None
-    template._process.send_signal(number)
+    assert template.process.child is not None
+    template.process.child.send_signal(number)
     if number == signal.SIGKILL:
-        template._process.wait(PATIENCE)
+        template.process.child.wait(PATIENCE)
     assert template.render(TALK) == "done"
 
 
@@ -188,8 +188,8 @@ class InterruptedOnce:
 def test_after_an_interrupt_the_next_conversation_gets_its_own_text() -> None:
     template = ChatTemplate("{{ messages[0].content }}", SPECIAL)
     template.render(TALK)
-    assert template._process is not None
-    template._process.stdout = InterruptedOnce(template._process.stdout)  # type: ignore[assignment]
+    assert template.process.child is not None
+    template.process.child.stdout = InterruptedOnce(template.process.child.stdout)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         template.render([{"role": "user", "content": "one"}])
     assert template.render([{"role": "user", "content": "two"}]) == "two"
@@ -198,7 +198,7 @@ def test_after_an_interrupt_the_next_conversation_gets_its_own_text() -> None:
 def test_one_process_serves_all_conversations_and_ends_with_its_template() -> None:
     template = ChatTemplate("{{ messages | length }}", SPECIAL)
     assert [template.render(TALK[:size]) for size in (1, 2, 3)] == ["1", "2", "3"]
-    process = template._process
+    process = template.process.child
     assert process is not None
     assert process.poll() is None
     del template

@@ -21,12 +21,16 @@ from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import launch
+from paceline.kernels.gpu.steps import TritonSteps
 from paceline.models.load import kept_matrices
 from paceline.models.load import prepare as module
 from paceline.models.load.loading import open_checkpoint
 from paceline.models.load.prepare import ModelOptions, load, would_run_natively
 from paceline.models.native import matrices
 from paceline.models.native.model import NativeModel
+from paceline.models.torch import transformer
+from paceline.models.torch.experts import Experts
+from paceline.models.torch.layers import RecurrentLayer
 from paceline.models.torch.transformer import Transformer
 from recurrent_support import in_torch, save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from toy import ToyModel, answers, make_engine, run, tiny_llama, tiny_llama_of_transformers
@@ -150,15 +154,15 @@ def test_on_cuda_foreign_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_on_cuda_hybrids_have_quantised_weights_and_are_not_deterministic(
+def test_on_cuda_hybrids_have_quantised_weights_and_may_be_deterministic(
     quantization: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The product of a delta net's gates is torch's, whose bits depend on the batch."""
+    """Then the product of a delta net's gates, which is never rounded, is not torch's either."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(launch, "interpreted", lambda: True)
     model = in_torch(save_with_head(tmp_path)[0])
-    with pytest.raises(ParameterError, match=r"deterministic=True.*recurrent layers"):
-        in_triton(quantization, deterministic=True, source=tmp_path)
+    fixed = in_triton(quantization, deterministic=True, source=tmp_path)
+    assert {(gates.weight.kind, gates.linears.deterministic) for gates in gates_of(fixed)} == {("same", True)}
     if quantization is not None:
         before = model.weight_bytes()
         model = in_triton(quantization, source=tmp_path)
@@ -175,6 +179,26 @@ def test_on_cuda_hybrids_have_quantised_weights_and_are_not_deterministic(
             for heads, drafter in (((), "ngram"), ((head,), "mtp"))
         )
         assert plain == drafted
+
+
+def gates_of(model: Transformer) -> list[Any]:
+    """The matrices of recurrent layers' gates and of routers."""
+    mixers = [block.mixer.gates for block in model._blocks if isinstance(block.mixer, RecurrentLayer)]
+    return mixers + [block.mlp.router for block in model._blocks if isinstance(block.mlp, Experts)]
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_on_cuda_mixtures_may_be_deterministic(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    monkeypatch.setattr(transformer, "steps_for", lambda _: TritonSteps())
+    model = tiny(*NATIVE["qwen3_moe"])
+    fixed = in_triton(quantization, deterministic=True, source=model)
+    assert fixed.steps.deterministic  # type: ignore[attr-defined]
+    assert {(gates.weight.kind, gates.linears.deterministic) for gates in gates_of(fixed)} == {("same", True)}
+    assert not in_triton("int4", source=model).steps.deterministic  # type: ignore[attr-defined]
+    with pytest.raises(ParameterError, match=r"deterministic=True.*latent attention"):
+        in_triton(quantization, deterministic=True, source=tiny(*NATIVE["deepseek_v3"]))
 
 
 def test_on_a_cpu_fp8_is_refused() -> None:

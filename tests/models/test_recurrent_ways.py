@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from model_support import best_tokens
 from paceline.config import SamplingParams
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_own_head
@@ -58,14 +59,6 @@ class Subject:
         return make_engine(
             self.target, self.head if drafter in WITH_HEAD else None, drafter=drafter, max_batch_size=rows, **options
         )
-
-    def own_answer(self, prompt: Sequence[int]) -> list[int]:
-        """Greedy decoding by transformers' model from the whole text for each token: without a cache or a batch."""
-        text = list(prompt)
-        with torch.inference_mode():
-            for _ in range(TOKENS):
-                text.append(int(self.theirs(torch.tensor([text])).logits[0, -1].argmax()))
-        return text[len(prompt) :]
 
 
 Way: TypeAlias = Callable[[Subject], None]
@@ -141,14 +134,20 @@ WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe", "nemotron"  # which no 
 
 
 def subject_of(kind: str, seed: int, path: Path) -> Subject:
-    """A random model of a random shape, with prompts of random lengths, half of which begin with one document."""
+    """A random model of a random shape, with prompts of random lengths, half of which begin with one document.
+
+    Its answers are those of our plain decoding, once they are found to be transformers' greedy ones.
+    """
     chance = random.Random(seed)
     found = KINDS[kind](chance, seed, path)
     document = [chance.randrange(VOCAB) for _ in range(DOCUMENT)]
     for row in range(ROWS):
         own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))]
         found.prompts.append([*document, *own] if row % 2 else own)
-    found.truth = [[found.own_answer(prompt)] for prompt in found.prompts]
+    found.truth = answers(run(found.engine(ROWS), found.prompts, GREEDY))
+    for prompt, (answer,) in zip(found.prompts, found.truth, strict=True):
+        assert len(answer) == TOKENS
+        assert answer == best_tokens(found.theirs, prompt, answer)
     return found
 
 

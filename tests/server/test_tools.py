@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from chat_support import ADD, HARMONY_TEMPLATE, PING, save_chat_model
+from models.test_response_template import AS_JSON
 from paceline.chat.harmony import SPECIAL
 from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
@@ -22,6 +23,7 @@ from server_support import Live, load, start
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
+DESCRIBED_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ tools and '' }}{% endfor %}<|assistant|>"
 SAID: list[Any] = [{"role": "user", "content": "go"}]
 
 
@@ -72,6 +74,29 @@ def test_a_forced_call_is_made_streamed_and_not(live: Live, choice: Any) -> None
         assert (call.function.name, arguments) == ("ping", {})
     found = "", "", [(call.function.name, call.function.arguments)], "tool_calls"
     assert streamed(live, tool_choice=choice, parallel_tool_calls=False) == found
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose chat template names no syntax of calls; a response template describes its answers."""
+    path = Path(save_chat_model(tmp_path_factory.mktemp("described") / "tiny", DESCRIBED_TEMPLATE, ["<call>"]))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"response_template": AS_JSON}))
+    yield from start(ServerConfig(port=0, served_model_name="tiny"), str(path))
+
+
+def test_a_response_template_reads_forced_calls_and_texts(described: Live) -> None:
+    """Thoughts may come first, because the template has some."""
+    short = {"extra_body": {"max_thinking_tokens": 3}, "parallel_tool_calls": False}
+    (answer,) = chat(described, tool_choice="required", **short).choices
+    (call,) = answer.message.tool_calls
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    assert call.function.name in ("add", "ping")
+    thoughts = getattr(answer.message, "reasoning_content", None) or ""
+    found = thoughts, "", [(call.function.name, call.function.arguments)], "tool_calls"
+    assert streamed(described, tool_choice="required", **short) == found
+    (plain,) = chat(described, max_tokens=8).choices
+    assert streamed(described, max_tokens=8)[1:3] == (plain.message.content or "", [])
 
 
 def allowed_tools(mode: str, *names: str) -> Any:

@@ -47,7 +47,8 @@ class ToolFormat:
     templates of this family; "" if the family is chosen by name alone. special: special tokens of the syntax, which
     stay in the text that is parsed. new_id: makes the id of a call. instructions: the system text that tells a model
     of tools if its chat template has none; None if the family's templates always have. channels: for families whose
-    ``reads`` reads thoughts, and answers without tools, too; None for others.
+    ``reads`` reads thoughts, and answers without tools, too; None for others. described: the syntax as JSON, if a
+    checkpoint says it (``responses.JsonCalls``).
     """
 
     name: str
@@ -59,6 +60,12 @@ class ToolFormat:
     instructions: Callable[[Sequence[ToolDefinition]], str] | None = None
     channels: Channels | None = None
     beside: str = ""
+    described: str = ""
+
+    @property
+    def structure(self) -> str:
+        """What ``responses.syntax_of`` knows the syntax by."""
+        return self.described or self.name
 
     def fits(self, chat_template: str) -> bool:
         """Whether a chat template is of this family."""
@@ -183,24 +190,37 @@ FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a model writes thoughts and tool calls. tools: None if its format is not known."""
+    """How a model writes thoughts and tool calls. tools: None if its format is not known.
+
+    responses: makes the reader of an answer by the model's response template, given the tools and the prompt; None if
+    another format is known. marks: texts of that template, which may have names of special tokens.
+    """
 
     thinking: ThinkingMarkers | None
     tools: ToolFormat | None
+    responses: Callable[[Sequence[ToolDefinition], str], Reader] | None = None
+    marks: tuple[str, ...] = ()
 
     def parser(
-        self, tools: Sequence[ToolDefinition] = (), inside_thoughts: bool = False, structured: bool = False
+        self,
+        tools: Sequence[ToolDefinition] = (),
+        inside_thoughts: bool = False,
+        structured: bool = False,
+        prompt: str = "",
     ) -> OutputParser:
         """Return a parser of one answer.
 
         tools: functions that the request offers; without any, calls are text. inside_thoughts: whether the prompt ends
         in an open block of thoughts (``thinking.begins_inside``). structured: whether an answer has to follow a
-        grammar: it is calls alone or text alone.
+        grammar: it is calls alone or text alone. prompt: what the answer follows; only response templates look at it.
         Raises RequestError if tools are given and their format is not known.
         """
+        new_id = openai_call_id if self.tools is None else self.tools.new_id
+        if self.responses is not None and not structured:
+            return OutputParser(self.responses(tools, prompt), new_id)
         if self.tools is not None and self.channels is not None:
             reads = self.channels.reads_structured if structured else self.tools.reads
-            parser = OutputParser(reads(tools), self.tools.new_id)
+            parser = OutputParser(reads(tools), new_id)
             parser.feed(self.thinking.begin if inside_thoughts and self.thinking is not None else "")
             return parser
         reader = self.tool_format().reads(tools) if tools else read_text
@@ -208,7 +228,7 @@ class ChatFormat:
             reader = reads_calls_or_text(self.tool_format().syntax.begin, reader)
         if self.thinking is not None:
             reader = reads_thinking(self.thinking, inside_thoughts, reader)
-        return OutputParser(reader, self.tools.new_id if self.tools is not None else openai_call_id)
+        return OutputParser(reader, new_id)
 
     def splitter(self, inside_thoughts: bool) -> ThoughtsSplitter | None:
         """Return a splitter of one answer into thoughts and text; None if the model has no thoughts."""
@@ -228,14 +248,21 @@ class ChatFormat:
 
     def tool_format(self) -> ToolFormat:
         """The syntax of tool calls. Raises RequestError if it is not known."""
+        names = ", ".join(FORMATS)
+        if self.tools is None and self.responses is not None:
+            raise RequestError(
+                "the model's response template finds calls by patterns, which no grammar can follow: leave tool_choice "
+                f"at auto and response_format out, or choose a tool parser: {names}"
+            )
         if self.tools is None:
-            names = ", ".join(FORMATS)
             raise RequestError(f"the chat template names no known syntax of tool calls; choose a tool parser: {names}")
         return self.tools
 
     def special_tokens(self, tools: Sequence[ToolDefinition] = ()) -> tuple[str, ...]:
         """Markers whose special tokens must stay in the text of an answer, because the parser reads them."""
         thinking = () if self.thinking is None else (self.thinking.begin.strip(), self.thinking.end)
+        if self.responses is not None:
+            return (*thinking, *self.marks)
         has_calls = tools or self.channels is not None
         return (*thinking, *(self.tool_format().special if has_calls else ()))
 

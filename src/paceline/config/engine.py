@@ -178,9 +178,10 @@ class EngineConfig:
         int | None,
         Whole(2, MAX_COUNT),
         Help(
-            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit, at most 4096.",
-            more="The default is less if not one row of that length fits into memory, or not the rows asked for; the "
-            "start line says so. A number that does not fit is refused.",
+            "Maximum tokens of a sequence, prompt and answer. Default: the model's own limit; on a GPU at most 4096.",
+            more="At most 4096 wherever rows take their memory at the start: not on Linux CPUs. The default is less if "
+            "not one row of that length fits into memory, or not the rows asked for; the start line says so. A number "
+            "that does not fit is refused.",
         ),
     ] = None
     prefill_chunk: Annotated[
@@ -272,7 +273,7 @@ class EngineConfig:
         ),
     ] = None
 
-    DEFAULT_MAX_MODEL_LEN = 4096
+    DEFAULT_MAX_MODEL_LEN = 4096  # where each row takes the memory of its longest text at the start
     DEFAULT_ROWS = 16
     OTHER_NAMES: ClassVar[Mapping[str, str]] = names.ENGINE
 

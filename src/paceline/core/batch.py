@@ -19,6 +19,7 @@ from paceline.core.draft import Draft, Logprobs, Verdict, empty_draft, first_of
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.ops import HostOps
+from paceline.core.row_tables import zeros_by_page
 from paceline.core.rows import MAX_STOP_TOKENS, Constraint, ConstraintAfterDraft, RowState, RowValues, SamplingRows
 from paceline.core.slots import Slots
 from paceline.core.uploads import store
@@ -210,7 +211,7 @@ class Batch:
         self.max_rows = capacity if max_rows is None else max_rows
         # A round writes its whole block before the length says how many of its tokens count.
         slack = MAX_SPECULATION_LENGTH + 1
-        self.text = torch.zeros((capacity, positions + slack), dtype=torch.int64, device=device)
+        self.text = zeros_by_page(capacity, positions + slack, dtype=torch.int64, device=device)
         self.length = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.limit = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.stops = torch.full((capacity, MAX_STOP_TOKENS), -1, dtype=torch.int64, device=device)

@@ -79,7 +79,8 @@ class PageTable:
         """Return how many more pages these slots have together than they share."""
         if len(slots) == len(self.held):
             return sum(self.held) - self.used
-        counts = torch.bincount(self.pages[list(slots)].flatten())[1:]
+        blocks = max((self.held[slot] for slot in slots), default=0)
+        counts = torch.bincount(self.pages[list(slots), :blocks].flatten())[1:]
         return int((counts - 1).clamp(min=0).sum())
 
     def shared_behind(self, slot: int, positions: int) -> int:
@@ -159,9 +160,10 @@ class PageTable:
         """Raise AssertionError unless every page is free or has as many references as slots have it."""
         held = torch.arange(self.pages.shape[1]) < torch.tensor(self.held)[:, None]
         assert torch.equal(self.pages != 0, held), "a slot lacks a page, or has one behind its last one"
-        counts = torch.bincount(self.pages[held], minlength=len(self.references))
-        assert torch.equal(counts.int(), self.references), "references to pages differ from the slots' pages"
+        counts = torch.bincount(self.pages[held], minlength=self.fresh)
+        assert torch.equal(counts.int(), self.references[: self.fresh]), "references differ from the slots' pages"
         places = (counts > 0).int()
-        free = torch.tensor([*self.freed, *self.unused, *range(self.fresh, len(places))], dtype=torch.int64)
+        free = torch.tensor([0, *self.freed, *self.unused], dtype=torch.int64)
+        assert free.max() < self.fresh, "a page is free that was never used"
         places.index_add_(0, free, torch.ones_like(free, dtype=torch.int32))
         assert places[1:].eq(1).all(), "a page is lost, free twice, or free and in use"

@@ -5,8 +5,9 @@ the tokens after it only their inputs. The next forward pass begins at some posi
 position, token by token, while it reads the state, and then goes on with its own tokens without storing the state.
 A rejected draft token is an input that is never applied. There are no snapshots of draft positions and no rollback.
 
-Token by token is the only order in which a state is ever computed, so a token's bits do not depend on whether it was
-prefilled, decoded or verified.
+On CPUs token by token is the only order in which a state is ever computed, so a token's bits do not depend on whether
+it was prefilled, decoded or verified. On a GPU gated delta nets read prompts in chunks of ``CHUNK`` tokens, except with
+``deterministic``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.row_tables import return_pages, zeros_by_page
 
+CHUNK = 16  # tokens of a prompt that a GPU runs at once, from multiples of it on (``kernels.gpu.delta_chunks``)
 WINDOW = MAX_SPECULATION_LENGTH  # inputs that a slot keeps: those of a round's draft tokens
 
 

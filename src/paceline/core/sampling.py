@@ -120,7 +120,9 @@ def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
 
 def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each."""
-    tokens, values = rows.slots.of(rows.text), rows.values
+    values = rows.values
+    longest = int(values.length.max()) if rows.text.device.type == "cpu" and rows.rows else rows.text.shape[1]
+    tokens = rows.slots.of(rows.text[:, :longest])
     column = torch.arange(tokens.shape[1], device=tokens.device)
     text = column < values.length[:, None]
     answer = text & (column >= values.prompt_length[:, None])

@@ -17,6 +17,7 @@ from paceline.drafters.heads.decoder import HeadModel, TorchHead, TorchHeadDecod
 from paceline.drafters.heads.native import NativeHead, NativeHeadDecoder
 from paceline.drafters.vocabulary_size import draft_vocab_size
 from paceline.engine.cache_dtype import cache_dtype
+from paceline.engine.memory import default_length
 from paceline.engine.request import check_tokens
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.errors import ParameterError
@@ -155,7 +156,7 @@ def max_model_len(models: Models, config: EngineConfig) -> int:
         running.append(models.draft)
     shortest = min(running, key=lambda model: model.max_positions)
     if config.max_model_len is None:
-        return min(shortest.max_positions, config.DEFAULT_MAX_MODEL_LEN)
+        return default_length(models.target, models.draft, config, shortest.max_positions)
     if config.max_model_len > shortest.max_positions:
         allowed = f"at most {shortest.max_positions}, the limit of {shortest.name}"
         raise ParameterError("max_model_len", config.max_model_len, allowed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from paceline.chat.families import ChatFormat, ToolFormat, chat_format
+from paceline.chat.families import ChatFormat, ToolFormat
 from paceline.chat.messages import for_template
 from paceline.chat.options import ChatOptions
 from paceline.chat.parser import OutputParser
@@ -19,6 +19,7 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.config.inputs import check_message
 from paceline.core.rows import Constraint
 from paceline.errors import ParameterError, RequestError, StructureError
+from paceline.models.text.response_template import format_of
 from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.calls import ANY_OBJECT, CallsStructure
 from paceline.structured.cursor import GrammarCursor
@@ -36,7 +37,8 @@ ConstraintFactory = Callable[[], Constraint]
 class ChatPrompt:
     """A conversation as a prompt. kept_special: special tokens that stay in the text of answers, for the parser.
 
-    prompt_end: the rendered prompt's last characters. structure: form of the text of answers.
+    prompt_end: the rendered prompt's last characters; all of them for a response template. structure: form of the text
+    of answers.
     """
 
     token_ids: list[int]
@@ -50,7 +52,7 @@ class ChatPrompt:
         """Return a parser of one answer."""
         inside = begins_inside(self.format.thinking, self.prompt_end)
         structured = self.structure is not None or self.options.tool_choice.forces_call
-        return self.format.parser(self.options.offered, inside, structured)
+        return self.format.parser(self.options.offered, inside, structured, self.prompt_end)
 
     def splitter(self, stop: Sequence[str]) -> ThoughtsSplitter | None:
         """Return a splitter that keeps one answer's thoughts out of the search for these stop strings.
@@ -71,13 +73,14 @@ class ChatPrompt:
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
     """Render a conversation. Raises RequestError, ParameterError."""
     template = tokenizer.chat_template(tools=bool(options.tools))
-    form = chat_format(template, options.tool_parser)
+    form = format_of(template, options.tool_parser, tokenizer.response_template)
     offered = options.offered
     converted, tools = for_template([*map(check_message, messages)], options.tools, form.tools, template)
     special = form.special_tokens(offered)  # raises if the syntax of calls is not known
     tokens = _encoded(tokenizer, converted, options.variables(template), tools)
     kept = frozenset[int]().union(*map(tokenizer.special_in, special))
-    return ChatPrompt(tokens, options, form, kept, tokenizer.spell(tokens[-_TAIL:]))
+    end = tokenizer.spell(tokens[-_TAIL:] if form.responses is None else tokens)
+    return ChatPrompt(tokens, options, form, kept, end)
 
 
 def _encoded(
@@ -188,9 +191,12 @@ class ChatRules:
         options, structure = prompt.options, prompt.structure
         if not options.offered:
             return (None if structure is None else self._grammars().grammar(structure, stopped)), None
+        forced = options.tool_choice.forces_call
+        if prompt.format.responses is not None and prompt.format.tools is None and structure is None and not forced:
+            return None, None  # calls that its response template finds are free
         form = prompt.format.tool_format()
-        syntax, forced = form.syntax, options.tool_choice.forces_call
-        calls = CallsStructure(form.name, options.offered, "forced" if forced else "triggered", options.one_call)
+        syntax = form.syntax
+        calls = CallsStructure(form.structure, options.offered, "forced" if forced else "triggered", options.one_call)
         if structure is not None and not forced:
             calls = replace(calls, form="or_text", text=self._schema_beside_calls(structure, form, stopped))
         grammar = self._of_calls(calls, stopped)

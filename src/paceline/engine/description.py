@@ -136,6 +136,8 @@ class EngineDescription:
     def _describe_eight_bits(self) -> str:
         """Say how many rows caches of 8 bits would fit where memory is short; empty if no more or not possible."""
         room = self.fitted.budget
+        if self.config.max_model_len is None and not self.fitted.note:
+            return ""
         if room.max_rows(room.positions) >= room.rows and not self.fitted.note:
             return ""
         try:
@@ -155,7 +157,8 @@ class EngineDescription:
             return ", no prefix reuse (prefix_cache=False)"
         room = self.fitted.budget
         beside, memory = room.slots - room.rows, (room.limit - room.row_limit) / GIB
-        slots = f", up to {beside} kept beside the rows in {memory:.2f} GiB" if beside else ""
+        where = f"in {memory:.2f} GiB" if memory > 0 else "in memory that rows do not need"
+        slots = f", up to {beside} kept beside the rows {where}" if beside else ""
         return f", prefixes reused{slots}{prefixes}"
 
     def _describe_attention(self) -> str:

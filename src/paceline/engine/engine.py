@@ -223,7 +223,7 @@ class Engine:
         if self._profile is not None:
             return self._profile.costs
         config, known = self.config, self.models.costs
-        sizes = config.rows, self.max_model_len, self.threads
+        sizes = config.rows, self._longest_measured, self.threads
         key = (
             config.drafter,
             self.parts.drafter.width,
@@ -246,7 +246,12 @@ class Engine:
         draft = self.models.draft if self.config.asks_draft_model else None
         if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
             return None
-        return KeptCosts(self.identity(), self.config.rows, self.max_model_len)
+        return KeptCosts(self.identity(), self.config.rows, self._longest_measured)
+
+    @property
+    def _longest_measured(self) -> int:
+        """The longest sequence as far as costs depend on it: no longer contexts are measured."""
+        return min(self.max_model_len, self.config.DEFAULT_MAX_MODEL_LEN)
 
     def _open_files(self) -> PrefixFiles | None:
         """Return the directory of prefixes; None without one. Raises ParameterError where it cannot be used."""

@@ -154,8 +154,9 @@ def fit_memory(
 
     If rows grow, one row of ``positions`` tokens must fit, and all rows at ``LEAST_ROW`` tokens. If not, all rows must
     fit at full length. What ``config`` leaves to its default becomes smaller until it fits: the number of rows first,
-    then their length. The weights are loaded already; the rest is not allocated yet. Raises CapacityError if sizes that
-    were asked for do not fit, ParameterError for ``prefix_memory`` where it would have no effect.
+    then their length; where rows grow their length first, as few rows need no less for the longest. The weights are
+    loaded already; the rest is not allocated yet. Raises CapacityError if sizes that were asked for do not fit,
+    ParameterError for ``prefix_memory`` where it would have no effect.
     """
     machine = _Memory.of(target, draft, config, free)
     if config.prefix_memory and not machine.keeps_apart:
@@ -163,18 +164,23 @@ def fit_memory(
         raise ParameterError("prefix_memory", config.prefix_memory, allowed)
     if (budget := machine.budget(config.rows, positions)) is not None:
         return FittedRows(config.rows, positions, budget)
-    note = f"{config.rows} rows of {positions} tokens need {machine.shortage(config.rows, positions)}"
+    note = machine.shortage(config.rows, positions)
+    shortens = config.max_model_len is None
+    if shortens and machine.rows_grow and (fitted := machine.shorter(config.rows, positions, note)) is not None:
+        return fitted
     if config.max_batch_size is None:
         rows = _most(lambda rows: machine.budget(rows, positions) is not None, config.rows)
         if (budget := machine.budget(rows, positions) if rows else None) is not None:
             return FittedRows(rows, positions, budget, note)
-    if config.max_model_len is None:
-        rows = 1 if config.max_batch_size is None else config.rows
-        steps = _most(lambda steps: machine.budget(rows, steps * _LENGTH_STEP) is not None, positions // _LENGTH_STEP)
-        shorter = steps * _LENGTH_STEP
-        if shorter >= _SHORTEST and (budget := machine.budget(rows, shorter)) is not None:
-            return FittedRows(rows, shorter, budget, note)
+    rows = 1 if config.max_batch_size is None else config.rows
+    if shortens and (fitted := machine.shorter(rows, positions, note)) is not None:
+        return fitted
     raise CapacityError(machine.refusal(config.rows, positions))
+
+
+def default_length(target: AnyModel, draft: AnyModel | None, config: EngineConfig, limit: int) -> int:
+    """Return the default of ``max_model_len``: where rows grow ``limit``, the models' own, and elsewhere less."""
+    return limit if _rows_grow(target, draft, config) else min(limit, config.DEFAULT_MAX_MODEL_LEN)
 
 
 def most_that_fit(target: AnyModel, config: EngineConfig, positions: int, free: int, limit: int) -> int:
@@ -225,6 +231,7 @@ class _Memory:
     def budget(self, rows: int, positions: int) -> KVCacheBudget | None:
         """Return the memory for the caches of these rows; None if they do not fit."""
         plan, asked = self.plan(rows, positions), self.config.prefix_memory or 0
+        plan = replace(plan, caches=self._row_limit(rows, positions, plan.caches))
         room = self._room(plan, rows, positions)
         asked_for = None not in (self.config.max_batch_size, self.config.max_model_len)
         spare = self.free - plan.to_allocate - asked
@@ -238,6 +245,25 @@ class _Memory:
         short = replace(room, limit=self.free - plan.states - plan.workspace - self.kept_free)
         fits = short.max_rows(positions, asked) >= 1 and short.max_rows(min(LEAST_ROW, positions), asked) >= rows
         return short if fits else None
+
+    def _row_limit(self, rows: int, positions: int, whole: int) -> int:
+        """Return the bytes that rows may take. whole: those of all at their longest.
+
+        A length that nobody asked for takes no memory from other programs, or from other models of a server: rows that
+        grow get what they would have elsewhere, or what one of them needs.
+        """
+        usual = self.config.DEFAULT_MAX_MODEL_LEN
+        if not self.rows_grow or self.config.max_model_len is not None or positions <= usual:
+            return whole
+        row = partial(row_bytes, self.target, self.draft, self.config)
+        return min(whole, max(row(positions), rows * row(usual)))
+
+    def shorter(self, rows: int, positions: int, note: str) -> FittedRows | None:
+        """Return rows of the longest length that fits; None if that is too short. note: why they are shorter."""
+        steps = _most(lambda steps: self.budget(rows, steps * _LENGTH_STEP) is not None, positions // _LENGTH_STEP)
+        longest = steps * _LENGTH_STEP
+        budget = self.budget(rows, longest) if longest >= _SHORTEST else None
+        return None if budget is None else FittedRows(rows, longest, budget, note)
 
     def _room(self, plan: MemoryPlan, rows: int, positions: int) -> KVCacheBudget:
         """Return the budget of these rows, with slots for prefixes where slots take only the memory that they use."""
@@ -262,9 +288,10 @@ class _Memory:
         return _rows_grow(self.target, self.draft, self.config)
 
     def shortage(self, rows: int, positions: int) -> str:
-        """Say what these rows need and what there is."""
-        needed = self.plan(rows, positions).to_allocate
-        return f"{needed / GIB:.2f} GiB beside the weights, {max(0, self.free) / GIB:.2f} are {self.source}"
+        """Say what these rows need, where rows grow one of them, and what there is."""
+        needed = self.plan(1 if self.rows_grow else rows, positions).to_allocate
+        wanted = f"one row of {positions} tokens needs" if self.rows_grow else f"{rows} rows of {positions} tokens need"
+        return f"{wanted} {needed / GIB:.2f} GiB beside the weights, {max(0, self.free) / GIB:.2f} are {self.source}"
 
     def refusal(self, rows: int, positions: int) -> str:
         """Say what these rows need, what there is, and what would fit."""

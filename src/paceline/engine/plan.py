@@ -10,7 +10,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.config.limits import MAX_ROWS
 from paceline.core.hardware import available_memory, resolve_device, resolve_dtype
-from paceline.engine.memory import fit_memory, most_that_fit, plan_memory, row_bytes
+from paceline.engine.memory import default_length, fit_memory, most_that_fit, plan_memory, row_bytes
 from paceline.errors import CapacityError, ParameterError
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.files.boundary import Source
@@ -65,7 +65,7 @@ def plan_engine(source: Source, config: EngineConfig, memory: int | None = None)
     model = planned_model(source, _options(source, config, device))
     config = config.resolved(draft_model=False)
     memory = available_memory(device) if memory is None else memory
-    positions = config.max_model_len or min(model.max_positions, config.DEFAULT_MAX_MODEL_LEN)
+    positions = config.max_model_len or default_length(model, None, config, model.max_positions)
     free = memory - model.weight_bytes()
     try:
         fitted = fit_memory(model, None, config, positions, free)

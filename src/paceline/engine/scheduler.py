@@ -196,9 +196,12 @@ class Scheduler:
         return ends
 
     def _until_state_stop(self, part: PromptSlice) -> PromptSlice:
-        """Return the slice up to the first of its prompt's stops."""
-        stops = self.prefilling[part.index].state_stops
-        return replace(part, stop=min((stop for stop in stops if part.start < stop <= part.stop), default=part.stop))
+        """Return the slice up to the first of its prompt's stops, else to a multiple of the target's step if it can."""
+        sequence, step = self.prefilling[part.index], self.parts.target.prefill_step
+        if stops := [stop for stop in sequence.state_stops if part.start < stop <= part.stop]:
+            return replace(part, stop=min(stops))
+        whole = part.stop - part.stop % step
+        return part if part.stop == sequence.prefill_stop or whole <= part.start else replace(part, stop=whole)
 
     def _seconds_left(self) -> float:
         """Return the seconds until the next round must begin to meet the earliest deadline of a row."""

@@ -314,7 +314,9 @@ class SlotAllocator:
         if sequence.reading is not None:  # before the first token that is scored, where other choices may part
             sequence.state_stops.add(sequence.reading.reusable(len(sequence.prompt), None))
         in_use = best_source(self._texts_in_use(sequence), sequence.prefill_text, sequence.scope)[1]
-        if (stop := max(common, in_use)) - reusable >= WORTH_WAITING:
+        stop = max(common, in_use)
+        stop -= stop % self.parts.target.prefill_step
+        if stop - reusable >= WORTH_WAITING:
             sequence.state_stops.add(stop)
 
     def _set_row(self, slot: int, sequence: Sequence) -> None:
@@ -479,6 +481,8 @@ class SlotAllocator:
             first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
             stops = first.prefill_stop, second.prefill_stop
             stop = common_prefix_length(first.prefill_text, second.prefill_text, min(stops))
+            if stop < first.prefill_stop:
+                stop -= stop % self.parts.target.prefill_step
             min_gain = 1 if stop == second.prefill_stop else second.scope.worth_waiting
             if second.reading is not None:
                 stop = second.reading.reusable(stop, first.reading)

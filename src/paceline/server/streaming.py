@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.errors import PacelineError
 from paceline.server import errors
 from paceline.server.documents import event, named_event
 from paceline.server.errors import OLLAMA
@@ -81,7 +82,8 @@ class EventStream(Response):
                         await self._begin(send)
                         begun = True
                     await _send(send, chunk)
-            except errors.ApiError as error:
+            except PacelineError as raised:
+                error = errors.from_paceline(raised)
                 self._meter.refused(error)
                 if not begun:
                     await error.response(scope["path"])(scope, receive, send)

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from paceline.chat.families import FORMATS
 from paceline.chat.grammars import CallSyntax, json_schema, without_joint_keywords
+from paceline.chat.responses import syntax_of
 from paceline.chat.values import ToolDefinition
 from paceline.errors import StructureError
 from paceline.structured.limits import GrammarLimits
@@ -24,8 +24,9 @@ _SAYING = {"properties", "additionalProperties", "anyOf", "oneOf", "allOf", "$re
 class CallsStructure:
     """Calls as the required form of an answer, or of what follows the marker that begins them.
 
-    syntax: a name out of ``FORMATS``. form: "forced" for an answer of calls, "or_text" for one of calls or of JSON that
-    follows ``text``, a schema, "triggered" for what follows the marker. one_call: whether there may be one call only.
+    syntax: see ``chat.responses.syntax_of``. form: "forced" for an answer of calls, "or_text" for one of calls or of
+    JSON that follows ``text``, a schema, "triggered" for what follows the marker. one_call: whether there may be one
+    call only.
     """
 
     syntax: str
@@ -54,13 +55,12 @@ def grammar_of_calls(text: str, unspelled: Collection[int], limits: GrammarLimit
     Raises StructureError if the grammar is too long, or, with the field "tools", if a strict tool cannot be enforced.
     """
     job = json.loads(text)
-    form = FORMATS[job["syntax"]]
+    syntax, begin = syntax_of(job["syntax"])
     notes = list[str]()
-    tools = [_enforceable(ToolDefinition(**tool), form.syntax, unspelled, limits, notes) for tool in job["tools"]]
+    tools = [_enforceable(ToolDefinition(**tool), syntax, unspelled, limits, notes) for tool in job["tools"]]
     if job["form"] == "or_text":
-        begin = "" if form.channels is None else form.channels.begin_text_rule
-        return form.syntax.or_text(tools, job["one_call"], f"{begin} {json_schema(job['text'])}"), notes
-    write = form.syntax.forced if job["form"] == "forced" else form.syntax.triggered
+        return syntax.or_text(tools, job["one_call"], f"{begin} {json_schema(job['text'])}"), notes
+    write = syntax.forced if job["form"] == "forced" else syntax.triggered
     return write(tools, job["one_call"]), notes
 
 

@@ -289,7 +289,7 @@ def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_the
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_tile_reads_no_keys_after_its_last_query_nor_before_its_firsts_window(tiles: str, window: int | None) -> None:
     """Masked values would still be multiplied by 0, and NaN x 0 is NaN."""
-    backend, new, dim = RaggedAttention(tiles=TILES[tiles]), 256, 16
+    backend, new, dim = RaggedAttention(tiles=TILES[tiles]), 192, 16
     q, (keys, values) = torch.randn(1, 1, new, dim), (torch.randn(1, 1, new + 1, dim) for _ in range(2))
     keys, q = keys.to(DEVICE), q.to(DEVICE)
     plan = backend.plan(torch.arange(new, device=DEVICE)[None], new)

@@ -385,13 +385,16 @@ def float8() -> dict[str, Used]:
 
 
 def recurrent() -> dict[str, Used]:
-    from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, delta_kernel, finish_kernel, keep_kernel
+    from paceline.kernels.gpu import delta_chunks
+    from paceline.kernels.gpu.delta_net import delta_kernel, finish_kernel
+    from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, keep_kernel
 
     found = {}
     shapes = [(16, 16), (16, 32), (16, 48)]  # key and value heads of the smaller Qwen3.5, and of the larger ones
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = dict.fromkeys(("projected", "gates", "conv", "decay_bias", "norm", "out"), element)
         types |= dict.fromkeys(("rate", "state", "tail", "inputs", "mixed"), "*fp32")
+        tables = dict.fromkeys(("keys", "squares", "decays"), "*fp32")
         for keys, values in shapes[: 1 if FEW or element != "*bf16" else None]:
             heads = {"KEY_HEADS": keys, "VALUE_HEADS": values, "KEY_DIM": 128, "VALUE_DIM": 128}
             blocks = {"TAPS": 4, "KEPT": 32, "BLOCK_K": 128, "BLOCK_V": VALUES, "SCALE": 128**-0.5}
@@ -399,6 +402,13 @@ def recurrent() -> dict[str, Used]:
                 constants = heads | blocks | {"TREE": tree}
                 key = f"delta {element} heads={keys}/{values} tree={tree}"
                 found[key] = build(delta_kernel, constants, fusion=False, **types)
+            of_chunks = {name: value for name, value in (heads | blocks).items() if name not in ("BLOCK_V", "SCALE")}
+            for kernel, more, options in (
+                (delta_chunks.prepare_kernel, {"SCALE": 128**-0.5}, {"warps": delta_chunks.PREPARE_WARPS}),
+                (delta_chunks.walk_kernel, {"BLOCK_V": 16}, {"warps": delta_chunks.WALK_WARPS, "stages": 1}),
+            ):
+                key = f"{kernel.__name__.removesuffix('_kernel')} chunks {element} heads={keys}/{values}"
+                found[key] = build(kernel, of_chunks | more, fusion=False, **options, **types, **tables)
             channels = 128 * (2 * keys + values)
             sizes = {"CHANNELS": channels, "WIDTH": channels + 2 * values, "TAPS": 4, "KEPT": 32, "BLOCK": COLUMNS}
             found[f"keep {element} heads={keys}/{values}"] = build(keep_kernel, sizes, **types)

@@ -147,13 +147,18 @@ def test_a_mixture_equals_its_experts_one_by_one(to: str, data: st.DataObject) -
 
 
 def test_tokens_do_not_depend_on_others_in_their_tiles() -> None:
-    """A tile's size does depend on their number, and with it the order of sums on a device: here it is the same."""
-    mixture, steps = random_mixture("int8", count=4), TritonSteps()
-    x, scores = torch.randn(20, 24, device=DEVICE), torch.randn(20, 4, device=DEVICE)
-    together = steps.experts(x, scores, mixture)
-    for token in (0, 19):
-        alone = steps.experts(x[token : token + 1], scores[token : token + 1], mixture)
-        torch.testing.assert_close(alone[0], together[token], atol=1e-6, rtol=1e-6)
+    """A tile's size does depend on their number, and with it the order of sums on a device, unless it is fixed."""
+    mixture = random_mixture("int8", count=4)
+    x, scores = torch.randn(70, 24, device=DEVICE), torch.randn(70, 4, device=DEVICE)
+    for deterministic in (False, True):
+        steps = TritonSteps(deterministic=deterministic)
+        with mock.patch.object(module, "ordered", side_effect=ordered) as orders:
+            together = steps.experts(x, scores, mixture)
+            for token in (0, 69):
+                alone = steps.experts(x[token : token + 1], scores[token : token + 1], mixture)
+                torch.testing.assert_close(alone[0], together[token], atol=1e-6, rtol=1e-6)
+                assert torch.equal(alone[0], together[token]) or not deterministic
+        assert len({call.args[2] for call in orders.call_args_list}) == (1 if deterministic else 2)
 
 
 def test_tiles_with_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

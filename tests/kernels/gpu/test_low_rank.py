@@ -19,8 +19,10 @@ from kernels.gpu.test_linear import CLOSE, DTYPES
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.core.rows import StepFeatures
+from paceline.kernels.gpu import low_rank
 from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import Linears
+from paceline.kernels.gpu.low_rank import TOKEN_TILES
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.kernels.low_rank import LowRankChanges
 from paceline.kernels.spec import LinearWeights
@@ -37,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 5, 17])
-def test_the_kernels_equal_the_reference(length: int, dtype: torch.dtype) -> None:
+def test_the_kernels_equal_the_reference(length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters of several ranks, one of none here; rows without; x and y may be parts of wider tables."""
     torch.manual_seed(length)
     ranks, inputs, outputs = [3, 0, 32], 150, 70
@@ -55,6 +57,10 @@ def test_the_kernels_equal_the_reference(length: int, dtype: torch.dtype) -> Non
     TritonSteps().add_changes(found, x, changes, adapters)
     TorchSteps().add_changes(expected, x, changes, adapters)
     torch.testing.assert_close(found, expected, atol=10 * CLOSE[dtype], rtol=10 * CLOSE[dtype])
+    fixed = before.clone()
+    monkeypatch.setattr(low_rank, "TOKEN_TILES", (TOKEN_TILES[0], None))  # the other one is not used
+    TritonSteps(deterministic=True).add_changes(fixed, x, changes, adapters)
+    torch.testing.assert_close(fixed, found, atol=CLOSE[dtype], rtol=CLOSE[dtype])
     unchanged = (adapters == 0).repeat_interleave(length)
     assert torch.equal(found[unchanged], before[unchanged])
     assert not torch.equal(found[:length], before[:length])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,11 +17,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.test_device_round import NoHostReads
 from kernels.gpu.test_elementwise import counted
 from paceline.core.nodes import Tree
-from paceline.core.recurrent_state import WINDOW, RecurrentStates, RowsPass
+from paceline.core.recurrent_state import CHUNK, WINDOW, RecurrentStates, RowsPass
 from paceline.core.slots import Slots
 from paceline.kernels.attention import make_backend
 from paceline.kernels.attention.base import Plan
 from paceline.kernels.delta import DeltaHeads, DeltaNet
+from paceline.kernels.gpu.delta_net import delta_net
 from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.steps import LayerSteps, TorchSteps, TritonSteps
 from paceline.kernels.mamba2 import Mamba2, Mamba2Heads
@@ -84,9 +85,10 @@ def width_of(mixer: RecurrentMixer) -> int:
 class Walk:
     """The texts of slots, each with its state and last inputs after its tokens so far: the truth, token by token."""
 
-    def __init__(self, mixer: RecurrentMixer) -> None:
+    def __init__(self, mixer: RecurrentMixer, dtype: torch.dtype = torch.float32) -> None:
         self.mixer, shape = mixer, mixer.shape(1)
-        start = torch.zeros(shape.state, device=DEVICE), torch.zeros(shape.taps - 1, shape.channels, device=DEVICE)
+        sizes = shape.state, (shape.taps - 1, shape.channels)
+        start = torch.zeros(sizes[0], dtype=dtype, device=DEVICE), torch.zeros(sizes[1], dtype=dtype, device=DEVICE)
         self.after = [start] * SLOTS
         self.length, self._start = [0] * SLOTS, start
 
@@ -229,13 +231,116 @@ def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(
     passes.run([1], [[-1, 0]], text=False, tree=False)
 
 
+BOUND = 1e-5  # of the largest number: what rounding may change in outputs and states
+
+
+@dataclass
+class Prompt:
+    """Tokens of a slot's text from ``start`` on, whose states and outputs float64 gives one by one."""
+
+    mixer: DeltaNet
+    start: int
+    projected: Tensor
+    gates: Tensor
+    before: tuple[Tensor, Tensor]
+
+    @classmethod
+    def random(cls, mixer: DeltaNet, start: int, size: int) -> Prompt:
+        """Half of its tokens are the same, and half of them forget much of the state, which a chunk must tell apart."""
+        projected, gates = normal(size, width_of(mixer)), 6 * normal(size, 2 * mixer.heads.value_heads)
+        projected[size // 2 :] = projected[:1]
+        shape = mixer.shape(1)
+        before = normal(*shape.state), normal(shape.taps - 1, shape.channels)
+        return cls(mixer, start, projected, gates, before if start else (before[0] * 0, before[1] * 0))
+
+    def check(self, found: Tensor, state: Tensor) -> None:
+        walk = Walk(self.mixer, torch.float64)
+        walk.after[0] = self.before[0].double(), self.before[1].double()
+        inputs, kept = self.mixer.split(self.projected.double(), self.gates.double())
+        outputs, reached = walk.run(0, inputs, range(-1, len(inputs) - 1))
+        wanted = self.mixer.finish(torch.stack(outputs).float(), kept.float())
+        for own, exact in ((found, wanted), (state, reached[-1][0].float())):
+            torch.testing.assert_close(own, exact, atol=BOUND * float(exact.abs().max()), rtol=0)
+
+
+def read(prompts: Sequence[Prompt], sizes: Sequence[int], *, in_chunks: bool = True) -> tuple[Tensor, RecurrentStates]:
+    """Run prompts, each in its slot, in passes of at most so many tokens -> outputs [B, L, H V], and the states."""
+    mixer, rows = prompts[0].mixer, torch.arange(len(prompts), device=DEVICE)
+    states = RecurrentStates(mixer.shape(1), len(prompts), DEVICE)
+    for slot, prompt in enumerate(prompts):
+        states.state[0, slot], states.tail[0, slot] = prompt.before
+        states.base[slot] = prompt.start
+    longest, first, found = max(len(prompt.projected) for prompt in prompts), 0, []
+    projected, gates = (
+        torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        for parts in ([prompt.projected for prompt in prompts], [prompt.gates for prompt in prompts])
+    )
+    for size in [*sizes, longest - sum(sizes)]:
+        start = torch.tensor([prompt.start + first for prompt in prompts], device=DEVICE)
+        counts = torch.tensor([min(size, max(0, len(prompt.projected) - first)) for prompt in prompts], device=DEVICE)
+        part = RowsPass(states, rows, start, counts, size, text=True)
+        own = (table[:, first : first + size].flatten(0, 1) for table in (projected, gates))
+        found.append(delta_net(mixer, part, 0, *own, in_chunks=in_chunks).view(len(prompts), size, -1))
+        part.finish()
+        first += size
+    return torch.cat(found, 1), states
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_chunks_are_the_recurrence_in_float64_but_for_rounding(name: str) -> None:
+    """Rows that begin at a chunk and within one, rows without a whole chunk, and tokens behind the last one."""
+    torch.manual_seed(0)
+    mixer = delta(HEADS[name])
+    prompts = [Prompt.random(mixer, *sizes) for sizes in ((0, 2 * CHUNK + 1), (3 * CHUNK - 2, CHUNK + 3), (5, 4))]
+    found, states = read(prompts, ())
+    for row, prompt in enumerate(prompts):
+        prompt.check(found[row, : len(prompt.projected)], states.state[0, row])
+
+
+def test_bits_do_not_depend_on_how_a_prompt_is_divided_at_multiples_or_on_other_rows() -> None:
+    torch.manual_seed(0)
+    prompt, other = (Prompt.random(delta(HEADS["many taps"]), 0, size) for size in (2 * CHUNK + 1, CHUNK))
+    whole, states = read([prompt], ())
+    for found, own in (read([prompt], (CHUNK,)), read([prompt, other], (2 * CHUNK,))):
+        assert torch.equal(found[0], whole[0])
+        assert torch.equal(own.state[:, 0], states.state[:, 0])
+
+
+def test_token_by_token_bits_do_not_depend_on_how_a_prompt_is_divided() -> None:
+    """As with ``deterministic``."""
+    torch.manual_seed(0)
+    prompt = Prompt.random(delta(HEADS["two blocks"]), 0, CHUNK + 1)
+    (whole, states), (found, own) = (read([prompt], sizes, in_chunks=False) for sizes in ((), (3,)))
+    assert torch.equal(found, whole)
+    assert torch.equal(own.state, states.state)
+    prompt.check(whole[0], states.state[0, 0])
+
+
+def test_inputs_of_drafts_are_applied_before_the_first_chunk() -> None:
+    torch.manual_seed(0)
+    passes = Passes(TritonSteps(), delta(HEADS["many taps"]), random.Random(0))
+    for slot, reached in enumerate(passes.run([0, 1], [[-1, 0, 1]] * 2, text=False, tree=False)):
+        passes.walk.after[slot], passes.walk.length[slot] = reached[-1], 3
+    passes.states.base += CHUNK - 3  # as if the texts were longer: then the next token begins a chunk
+    passes.walk.length = [CHUNK] * SLOTS
+    passes.run([0, 1], [list(range(-1, CHUNK - 1)), [-1]], text=True, tree=False)
+
+
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
-@pytest.mark.parametrize(("name", "most"), [("delta grouped", 4), ("mamba-2", 18), ("short convolution", 8)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "most"),
+    [
+        ("delta grouped", (1, 7), 4),
+        ("delta many taps", (WINDOW + CHUNK, WINDOW + CHUNK + 1), 8),
+        ("mamba-2", (1, 7), 18),
+        ("short convolution", (1, 7), 8),
+    ],
+)
 def test_launches_do_not_depend_on_the_tokens_and_none_is_waited_for(
-    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: Sequence[int], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixer, found = MIXERS[name](), []
-    for nodes in (1, 7):
+    for nodes in sizes:
         states = RecurrentStates(mixer.shape(1), 2, DEVICE)
         slots, start, counts = (torch.tensor(each) for each in ([0, 1], [4, 4], [nodes, nodes]))
         part = RowsPass(states, slots, start, counts, nodes, text=False)

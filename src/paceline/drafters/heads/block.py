@@ -17,7 +17,7 @@ vocabulary, Vd the drafter's. Modules and tensors are named as in the published 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,14 +103,17 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + config.width, 3 * rank)
 
-    def bias(self, states: Tensor, path: Tensor) -> Tensor:
-        """Bias [N, Vd] of row n. states: [N, n + 1, H], of rows 0 to n. path: [N, n + 1], the tokens before them."""
+    def read(self, states: Tensor, path: Tensor) -> Tensor:
+        """Input [N, rank] of W2, whose output is the bias of row n.
+
+        states: [N, n + 1, H], of rows 0 to n. path: [N, n + 1], the tokens before them.
+        """
         if self.kind == "rnn":
-            return cast(Tensor, self.markov_w2(self._carried(states, path)))
-        before = self.markov_w1(path[:, -1])
+            return self._carried(states, path)
+        before = cast(Tensor, self.markov_w1(path[:, -1]))
         if self.kind == "gated":
             before = self.gate_proj(torch.cat((states[:, -1], before), dim=-1)).sigmoid() * before
-        return cast(Tensor, self.markov_w2(before))
+        return before
 
     def _carried(self, states: Tensor, path: Tensor) -> Tensor:
         before = self.markov_w1(path)
@@ -145,12 +148,26 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook, self.successor_codebook = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
         self.hidden_projection = nn.Linear(config.width, block.selector_rank, bias=False)
 
-    def scores(self, logits: Tensor, state: Tensor, before: Tensor) -> Tensor:
-        """Scores [N, V], ``NEVER`` except for the most probable tokens. state [N, H]; before [N]: the token before."""
-        values, tokens = logits.topk(self.top_k, dim=-1)
+    def scores(self, logits: Tensor, state: Tensor, before: Tensor, tokens: Tensor | None) -> Tensor:
+        """Scores [N, S], ``NEVER`` except for the most probable tokens.
+
+        logits: [N, S], of ``tokens`` [S]; None: of the whole vocabulary. state [N, H]. before [N]: the token before.
+        """
+        values, places = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
         query = embedding(before, self.predecessor_codebook) * self.hidden_projection(state)
-        scores = values + torch.einsum("nr,nkr->nk", query, embedding(tokens, self.successor_codebook)).float()
-        return logits.new_full(logits.shape, NEVER).scatter_(-1, tokens, scores)
+        successors = embedding(places if tokens is None else tokens[places], self.successor_codebook)
+        scores = values + torch.einsum("nr,nkr->nk", query, successors).float()
+        return logits.new_full(logits.shape, NEVER).scatter_(-1, places, scores)
+
+
+class ScoredPart(NamedTuple):
+    """The part of its vocabulary that a block drafter scores.
+
+    tokens: [S] int64. bias: the product W2 of a Markov head for them, [N, rank] -> [N, S].
+    """
+
+    tokens: Tensor
+    bias: Callable[[Tensor], Tensor] | None
 
 
 class BlockTail:
@@ -168,17 +185,20 @@ class BlockTail:
         own = sum(weight.nbytes for part in parts for weight in part.parameters())
         return own + sum(getattr(part, "nbytes", 0) for whole in parts for part in whole.children())
 
-    def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
-        """Logits [N, Vd] of a draft token after those before it.
+    def continued(self, logits: Tensor, states: Tensor, path: Tensor, part: ScoredPart | None = None) -> Tensor:
+        """Logits [N, S] of a draft token after those before it.
 
-        logits: [N, Vd], of its row. states: [N, n + 1, H], of the rows up to its own. path: [N, n + 1], the text's last
-        token and the n draft tokens before it, as the target's ids.
+        logits: [N, S], of its row. states: [N, n + 1, H], of the rows up to its own. path: [N, n + 1], the text's last
+        token and the n draft tokens before it, as the target's ids. part: the tokens that are scored; None: all of the
+        drafter's, S = Vd.
         """
         if self._markov is not None:
-            logits = logits + self._markov.bias(states.to(self._markov.markov_w1.weight.dtype), path).float()
+            read = self._markov.read(states.to(self._markov.markov_w1.weight.dtype), path)
+            product = self._markov.markov_w2 if part is None or part.bias is None else part.bias
+            logits = logits + product(read).float()
         if self._selector is not None:
             state = states[:, -1].to(self._selector.hidden_projection.weight.dtype)
-            logits = self._selector.scores(logits, state, path[:, -1])
+            logits = self._selector.scores(logits, state, path[:, -1], None if part is None else part.tokens)
         return logits
 
     def confidence(self, state: Tensor, before: Tensor) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,15 +15,16 @@ from paceline.core.draft_tensors import DraftTensors
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
 from paceline.core.uploads import uploaded
-from paceline.drafters.heads.block import BlockHead, BlockTail, TextKeys, scaled
+from paceline.drafters.heads.block import BlockHead, BlockTail, ScoredPart, TextKeys, scaled
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
-from paceline.models.base import AnyModel, PassBytes
+from paceline.models.base import AnyModel, PassBytes, ShortHead
 from paceline.models.decoding.draft_decoder import ComputeLogits
 from paceline.models.decoding.passes import Part, Passes
+from paceline.models.torch.short_head import TorchShortHead
 
 
 class BlockModel(HeadModel):
@@ -41,6 +43,19 @@ class BlockModel(HeadModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.by_target(self.row_logits(hidden))
+
+
+class BlockShortHead:
+    """The output head of a block drafter, and W2 of its Markov head, over a part of its vocabulary."""
+
+    def __init__(self, head: ShortHead, bias: ShortHead | None) -> None:
+        self._head, self._bias, self.size = head, bias, head.size
+        self.logits, self.bias = head.logits, None if bias is None else bias.logits
+
+    def put(self, places: Tensor, tokens: Tensor) -> None:
+        self._head.put(places, tokens)
+        if self._bias is not None:
+            self._bias.put(places, tokens)
 
 
 class TorchBlock(BlockModel, TorchHead):
@@ -76,21 +91,25 @@ class TorchBlock(BlockModel, TorchHead):
             return None
         return PassBytes(super().weight_bytes() - output.nbytes - embedding.nbytes, output.nbytes // self.vocab_size)
 
+    def short_head(self, size: int) -> ShortHead:
+        markov = self.head.markov_head
+        bias = None if markov is None else TorchShortHead(cast(Tensor, markov.markov_w2.weight), None, size)
+        return BlockShortHead(super().short_head(size), bias)
+
 
 class BlockPass(DraftPass):
-    """Result of a block's pass. The output head has scored all of its rows in one product."""
+    """Result of a block's pass. The output head has scored the rows of all draft tokens in one product."""
 
     def __init__(self, decoder: BlockDecoder, states: Tensor) -> None:
         super().__init__(decoder, states)
-        self._block, self._row_logits = decoder.model, decoder.row_logits(states)
+        self._block, self._row_logits = decoder, decoder.row_logits(states)
 
     def logits(self, rows: Tensor, path: Tensor) -> Tensor:
         step = path.shape[1]
-        logits = self._block.tail.continued(self._row_logits[rows, step - 1], self._states[rows, :step], path)
-        return self._block.by_target(logits)
+        return self._block.continued(self._row_logits[rows, step - 1], self._states[rows, :step], path)
 
     def confidence(self, path: Tensor) -> Tensor | None:
-        return self._block.tail.confidence(self._states[:, path.shape[1] - 1], path[:, -1])
+        return self._block.model.tail.confidence(self._states[:, path.shape[1] - 1], path[:, -1])
 
 
 class BlockPasses(Passes):
@@ -198,10 +217,19 @@ class BlockDecoder(HeadDecoder):
         return BlockPass(self, states[:, :k]).chain(pending)
 
     def row_logits(self, states: Tensor) -> Tensor:
-        """Logits of a block's rows by their states [..., H]: [..., Vd], or [..., V] where a part of V is scored."""
+        """Logits of a block's rows by their states [..., H]: [..., Vd], or [..., S] where a part of V is scored."""
         if self.vocabulary is None:
             return self.model.row_logits(states)
-        return scaled(self.model.spec, self.vocabulary.logits(states))
+        own = self.vocabulary.head.logits(states.reshape(-1, states.shape[-1]))
+        return scaled(self.model.spec, own).view(*states.shape[:-1], -1)
+
+    def continued(self, logits: Tensor, states: Tensor, path: Tensor) -> Tensor:
+        """Logits [N, V] of a draft token; arguments as for ``BlockTail``, logits those of ``row_logits``."""
+        if (vocabulary := self.vocabulary) is None:
+            return self.model.by_target(self.model.tail.continued(logits, states, path))
+        head = vocabulary.head
+        part = ScoredPart(vocabulary.tokens, head.bias if isinstance(head, BlockShortHead) else None)
+        return vocabulary.by_target(self.model.tail.continued(logits, states, path, part))
 
     def draft_pass(self, batch: Batch, k: int) -> BlockPass:
         """Store the tokens that are missing except each row's last one, and run a whole block of every row.

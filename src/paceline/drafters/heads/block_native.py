@@ -12,15 +12,16 @@ from torch.nn.functional import pad
 from paceline.core.nodes import Nodes
 from paceline.core.slots import Slots
 from paceline.drafters.heads.block import BlockHead, scaled
-from paceline.drafters.heads.block_decoder import BlockDecoder, BlockModel
+from paceline.drafters.heads.block_decoder import BlockDecoder, BlockModel, BlockShortHead
 from paceline.drafters.heads.native import NativeFusedStates, NativeHead
 from paceline.errors import ParameterError
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.pack import Format
-from paceline.models.base import PassBytes
+from paceline.models.base import PassBytes, ShortHead
 from paceline.models.decoding.draft_vocabulary import NEVER
-from paceline.models.native.model import LAYER_FORMAT, NativeModel, Quantization
+from paceline.models.native.model import HEAD_FORMAT, NativeModel, Quantization
+from paceline.models.native.short_head import PackedShortHead
 
 
 class PackedProduct(nn.Module):
@@ -33,13 +34,25 @@ class PackedProduct(nn.Module):
         self._arena = native.Arena(self._kernels.library, size)
         packed = pack.allocate(self._outputs, inputs, to, False, self._arena.take)
         pack.fill(packed, pack.quantise(weight, to))
-        self._linear, self._inputs, self.nbytes = structs.linear(packed), packed.inputs, size
+        self.linear, self.nbytes = structs.linear(packed), size
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = pad(x.float(), (0, self._inputs - x.shape[1])).contiguous()
-        out = wide.new_empty(len(x), self._outputs)
-        native.multiply(self._kernels, self._linear, wide, out)
-        return out
+        return multiplied(self._kernels, self.linear, x, self._outputs)
+
+
+def multiplied(kernels: native.Kernels, linear: abi.CLinear, x: Tensor, outputs: int) -> Tensor:
+    """The product [N, outputs] float32 of a packed layer and x [N, inputs]."""
+    wide = pad(x.float(), (0, linear.inputs - x.shape[1])).contiguous()
+    out = wide.new_empty(len(x), outputs)
+    native.multiply(kernels, linear, wide, out)
+    return out
+
+
+class ShortProduct(PackedShortHead):
+    """A part of the outputs of a ``PackedProduct``."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return multiplied(self._decoder.kernels, self.linear, hidden, self.size)
 
 
 _SLACK = 2 * 64  # bytes: weights and scales each begin on a cache line
@@ -62,9 +75,10 @@ class NativeBlock(BlockModel, NativeHead):
         target: NativeModel | None = None,
     ) -> None:
         NativeHead.__init__(self, head, name, taps, max_positions, quantization=quantization, target=target)
+        self._bias: PackedProduct | None = None
         if head.markov_head is not None:
             weight = cast(Tensor, head.markov_head.markov_w2.weight)
-            head.markov_head.markov_w2 = PackedProduct(weight, LAYER_FORMAT[quantization])
+            self._bias = head.markov_head.markov_w2 = PackedProduct(weight, HEAD_FORMAT[quantization])
         self.spec, self.tail, self.slots_behind = head.spec, head.tail, head.spec.size
         self._whole = self.drafted == self.vocab_size
         self._tokens = head.targets
@@ -88,6 +102,10 @@ class NativeBlock(BlockModel, NativeHead):
     @property
     def pass_bytes(self) -> PassBytes | None:
         return None if self.spec.logits_cap is not None else super().pass_bytes
+
+    def short_head(self, size: int) -> ShortHead:
+        bias = None if self._bias is None else ShortProduct(self._packed, size, self._bias.linear)
+        return BlockShortHead(super().short_head(size), bias)
 
 
 class NativeBlockDecoder(BlockDecoder):

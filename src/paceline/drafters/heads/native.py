@@ -23,7 +23,7 @@ from paceline.errors import ModelFormatError
 from paceline.kernels import abi, native
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.spec import BlockConvWeights, FusionWeights, LayerWeights, LinearWeights, NativeSpec, ReadMatrix
-from paceline.models.base import PassBytes
+from paceline.models.base import PassBytes, ShortHead
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.native_draft import NativeDrafting
 from paceline.models.native.model import HEAD_FORMAT, LAYER_FORMAT, NativeModel, Quantization, idle_expert_bytes
@@ -90,7 +90,7 @@ class NativeHead(HeadModel):
             return None
         return PassBytes(self._layer_bytes, column_bytes(self._packed.model.head))
 
-    def short_head(self, size: int) -> PackedShortHead:
+    def short_head(self, size: int) -> ShortHead:
         return PackedShortHead(self._packed, size)
 
 

@@ -347,15 +347,19 @@ class GroupedProducts:
     """Runs mixtures of experts. Each shape's tile is compared with torch's products before its first use.
 
     A shape's first use is never inside a CUDA graph: programs are run once before they are captured.
+
+    deterministic: tiles of one size whatever the number of tokens, so that a token's bits do not depend on the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
         self._tiles: dict[tuple[object, ...], LinearTile] = {}
 
     def __call__(self, x: Tensor, scores: Tensor, mixture: Mixture, activated: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts; see ``gpu.steps.LayerSteps``."""
         weights, chosen = route(scores, mixture, x.dtype)
-        order = ordered(chosen, mixture.first.count, pairs_of_tile(chosen.numel(), mixture.first.count))
+        pairs, count = chosen.numel(), mixture.first.count
+        order = ordered(chosen, count, PAIR_TILES[-1] if self.deterministic else pairs_of_tile(pairs, count))
         inner = activated(grouped(x, mixture.first, order, self._tile(x, mixture.first, order.block_m)))
         parts = grouped(inner, mixture.second, order, self._tile(inner, mixture.second, order.block_m))
         return weighted_sum(parts, weights)

@@ -84,11 +84,16 @@ def expand_kernel(
         tl.store(place, sums.to(y.dtype.element_ty), mask=mask)
 
 
-def add_changes(y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
-    """Add each row's change to y [B L, N], in place; see ``LowRankChanges.add_to``."""
+def add_changes(
+    y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor, *, deterministic: bool = False
+) -> None:
+    """Add each row's change to y [B L, N], in place; see ``LowRankChanges.add_to``.
+
+    deterministic: tiles of one size, so that a token's bits do not depend on the length of the pass.
+    """
     (tokens, inputs), outputs, most = x.shape, y.shape[1], changes.down.shape[1]
     length = tokens // len(adapters)
-    block = TOKEN_TILES[length > TOKEN_TILES[0]]
+    block = TOKEN_TILES[length > TOKEN_TILES[0] and not deterministic]
     tiles = triton.cdiv(length, block)
     inner = torch.empty((tokens, most), dtype=x.dtype, device=x.device)
     common = changes.ranks, adapters

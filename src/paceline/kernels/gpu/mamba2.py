@@ -1,6 +1,6 @@
 """Mamba-2 layers (arXiv 2405.21060) and short convolutions over the states of slots, token by token.
 
-The contract is that of ``gpu.recurrent``: a kernel applies the accepted inputs of the slot's last pass, runs the row's
+The contract is that of ``gpu.delta_net``: a kernel applies the accepted inputs of the slot's last pass, runs the row's
 nodes and stores the state after the certain ones; another one stores the inputs that are kept. What lies between them
 and the layer's matrices is torch's (``RecurrentMixer.split`` and ``finish``).
 

@@ -133,10 +133,11 @@ class TritonSteps:
     """Triton: one launch per operation.
 
     rounds: whether norms and gates are also rounded to float8, for products with float8 weights (``gpu.float8``).
+    deterministic: whether a token's bits depend neither on the other tokens of a pass nor on how a prompt is divided.
     """
 
-    def __init__(self, *, rounds: bool = False) -> None:
-        self.rounds = rounds
+    def __init__(self, *, rounds: bool = False, deterministic: bool = False) -> None:
+        self.rounds, self.deterministic = rounds, deterministic
 
     def add_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         from paceline.kernels.gpu.elementwise import add_norm
@@ -156,21 +157,21 @@ class TritonSteps:
     def _experts(self) -> GroupedProducts:
         from paceline.kernels.gpu.experts import GroupedProducts
 
-        return GroupedProducts()
+        return GroupedProducts(deterministic=self.deterministic)
 
     def add_changes(self, y: Tensor, x: Tensor, changes: LowRankChanges, adapters: Tensor) -> None:
         from paceline.kernels.gpu.low_rank import add_changes
 
-        add_changes(y, x, changes, adapters)
+        add_changes(y, x, changes, adapters, deterministic=self.deterministic)
 
     def recurrent(
         self, mixer: RecurrentMixer, part: RowsPass, layer: int, projected: Tensor, gates: Tensor | None
     ) -> Tensor:
         if isinstance(mixer, DeltaNet):
-            from paceline.kernels.gpu.recurrent import delta_net
+            from paceline.kernels.gpu.delta_net import delta_net
 
             assert gates is not None, "a gated delta net has gates"
-            return delta_net(mixer, part, layer, projected, gates)
+            return delta_net(mixer, part, layer, projected, gates, in_chunks=not self.deterministic)
         from paceline.kernels.gpu.mamba2 import mamba2, short_conv
 
         inputs, kept = mixer.split(projected.float(), None if gates is None else gates.float())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.cache import KVCache
-from paceline.core.recurrent_state import StatefulCache
+from paceline.core.recurrent_state import CHUNK, StatefulCache
 from paceline.models.base import AnyModel, SharedModel, cache_of
 
 
@@ -124,6 +124,11 @@ class CachedRows:
     def cuts_anywhere(self) -> bool:
         """Whether a slot can be cut at any token; recurrent states cannot."""
         return self._recurrent is None
+
+    @property
+    def prefill_step(self) -> int:
+        """Tokens at whose multiples prefill pauses, so that a prompt's chunks do not depend on how it is divided."""
+        return CHUNK if self._recurrent is not None and self._recurrent.base.is_cuda else 1
 
     def pretend(self, rows: int, computed: int) -> None:
         """Count ``computed`` tokens of the first slots as computed, whatever their caches hold, to measure times."""

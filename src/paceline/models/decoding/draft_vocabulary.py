@@ -74,9 +74,12 @@ class DraftVocabulary(RowKeeper):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] float32 of hidden states [..., width]; ``NEVER`` outside of the subset."""
         own = self.head.logits(hidden.reshape(-1, hidden.shape[-1]))
+        return self.by_target(own).view(*hidden.shape[:-1], self.vocabulary)
+
+    def by_target(self, own: Tensor) -> Tensor:
+        """Return the logits [N, V] of all tokens by those of the subset, own [N, S]; ``NEVER`` outside of it."""
         logits = own.new_full((len(own), self.vocabulary), NEVER)
-        logits.scatter_(1, self.tokens.expand(len(own), -1), own)
-        return logits.view(*hidden.shape[:-1], self.vocabulary)
+        return logits.index_copy_(1, self.tokens, own)
 
     def join(self, slot: int) -> None:
         self._new_slots.add(slot)

@@ -11,7 +11,6 @@ from typing import Any
 
 from gguf import LlamaFileType
 
-from paceline.chat.families import chat_format
 from paceline.errors import PacelineError, RequestError
 from paceline.models.description.weights import shapes
 from paceline.models.files.boundary import ResolvedSource, is_loaded, name_of, reads_model
@@ -21,6 +20,7 @@ from paceline.models.files.recommended import recommended_sampling
 from paceline.models.files.safetensors import stored_tensors
 from paceline.models.load.loading import describe_source, files, lacks_head, load_config, max_positions
 from paceline.models.text.infill import InfillMarkers
+from paceline.models.text.response_template import format_of
 from paceline.models.text.tokenizer import Tokenizer
 
 
@@ -118,10 +118,10 @@ def _texts(path: Path) -> tuple[str | None, tuple[str, ...]]:
         template = tokenizer.chat_template(tools=True)
     except PacelineError:
         template = None
-    form = None if template is None else chat_format(template)
+    form = None if template is None else format_of(template, None, tokenizer.response_template)
     abilities = {
         "completion": True,
-        "tools": form is not None and form.tools is not None,
+        "tools": form is not None and (form.tools is not None or form.responses is not None),
         "thinking": form is not None and form.thinking is not None,
         "insert": _fills_gaps(tokenizer),
         "embedding": True,

@@ -18,7 +18,7 @@ from paceline.kernels.gpu.launch import has_fp8, require_triton
 from paceline.kernels.gpu.steps import TritonSteps
 from paceline.models.base import AnyModel, SharedModel
 from paceline.models.description.checkpoint import Checkpoint
-from paceline.models.description.spec import DecoderSpec, ExpertsSpec
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
 from paceline.models.load.kept_matrices import unread_matrices
 from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
@@ -26,6 +26,7 @@ from paceline.models.load.packed_file import packed_file
 from paceline.models.native.matrices import Outcome
 from paceline.models.native.model import NativeModel
 from paceline.models.native.spec import obstacle_of
+from paceline.models.torch.linear import dense
 from paceline.models.torch.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -144,15 +145,17 @@ def _in_triton(
     from paceline.kernels.gpu.linear import Linears
 
     if quantization is None:
-        of_all = [Linears("same", deterministic=deterministic)]
+        of_all = [Linears("same", deterministic=True)]
         weights = checkpoint.tensors_on_demand(options.dtype, device)
-        model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=of_all[0])
+        model = Transformer(checkpoint.spec, weights, checkpoint.name, linear=of_all[0], experts=dense, exact=of_all[0])
     else:
         # torch's float8 kernels write bfloat16, and their bits depend on the number of rows
         rounds_rows = quantization == "fp8" and options.dtype == torch.bfloat16 and not deterministic
         formats = quantization, HEAD_FORMATS[quantization]
         of_all = [Linears(to, deterministic=deterministic, rounds_rows=rounds_rows) for to in formats]
         model = _quantised(checkpoint, options, of_all, tell)
+    if isinstance(model.steps, TritonSteps):
+        model.steps = TritonSteps(rounds=of_all[0].rounds_rows, deterministic=deterministic)
     if device.type == "cuda":
         _tune(model, of_all)
     return model
@@ -170,11 +173,10 @@ def _quantised(
     outcome = Outcome(tell)
     weights, readers = unread_matrices(checkpoint, options.dtype, options.device, outcome)
     linear, head = of_all
+    exact = Linears("same", deterministic=True) if options.deterministic else dense
     experts = Linears(linear.to)  # their activations are not rounded
     spec, name = checkpoint.spec, checkpoint.name
-    model = Transformer(spec, weights, name, linear=linear, head=head, experts=experts, readers=readers)
-    if linear.rounds_rows and isinstance(model.steps, TritonSteps):
-        model.steps = TritonSteps(rounds=True)
+    model = Transformer(spec, weights, name, linear=linear, head=head, experts=experts, exact=exact, readers=readers)
     rounded = "weights and activations" if linear.rounds_rows else "weights"
     model.precision = f"{options.quantization} {rounded}, {model.precision}"
     if text := str(outcome):
@@ -185,10 +187,8 @@ def _quantised(
 def _check_triton(spec: DecoderSpec, name: str, field: str, value: object, options: ModelOptions) -> None:
     """Raise ParameterError for ``field`` or "deterministic" if Triton's matrix products cannot run the model."""
     device, quantization = options.device, options.quantization
-    if options.deterministic and any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
-        raise ParameterError("deterministic", True, f"not possible yet: {name} is a mixture of experts")
-    if options.deterministic and spec.recurrent:
-        raise ParameterError("deterministic", True, f"not possible yet: {name} has recurrent layers")
+    if options.deterministic and any(attention.latent is not None for attention in spec.attentions):
+        raise ParameterError("deterministic", True, f"not possible yet: {name} has latent attention")
     if options.deterministic and spec.embed_width != spec.width:
         raise ParameterError("deterministic", True, f"not possible yet: {name} projects its embeddings")
     if quantization == "fp8" and not has_fp8(device):

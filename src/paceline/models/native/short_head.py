@@ -9,11 +9,15 @@ from paceline.models.native.packing import PackedDecoder
 
 
 class PackedShortHead:
-    """Copies of the packed columns of a decoder on the CPU kernels. ``put`` refuses int4 columns (ParameterError)."""
+    """Copies of the packed columns of a layer on the CPU kernels. ``put`` refuses int4 columns (ParameterError).
 
-    def __init__(self, packed: PackedDecoder, size: int) -> None:
-        self._decoder, self._whole, self.size = packed.decoder, packed.model.head, size
-        whole, formats = self._whole, {number: name for name, number in structs.FORMATS.items()}
+    whole: the layer, by default the decoder's output head.
+    """
+
+    def __init__(self, packed: PackedDecoder, size: int, whole: abi.CLinear | None = None) -> None:
+        self._decoder, self.size = packed.decoder, size
+        self._whole = whole = packed.model.head if whole is None else whole
+        formats = {number: name for name, number in structs.FORMATS.items()}
         columns = pack.round_up(size, abi.PANEL)
         nbytes = columns * column_bytes(whole) + _SLACK
         self._arena = native.Arena(self._decoder.kernels.library, nbytes)

@@ -1,19 +1,13 @@
 """Subprocess that renders one chat template within limits; started by chat_template.py.
 
-The first input line is JSON with the template and the limits. Each further line has the variables of one conversation,
-and is answered by one line with its text or an error. Only jinja2 is imported, so the process starts in 0.1 s.
-Templates get the same functions as in transformers; a test compares the two.
+Each line has the variables of one conversation. Only jinja2 is imported, so the process starts in 0.1 s. Templates get
+the same functions as in transformers; a test compares the two.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import signal
-import sys
-import time
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -24,7 +18,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_USUAL_BYTES = 64 << 20  # address space of this process before the first conversation, with a margin
+from paceline.models.text.limited_program import Answer, serve
 
 
 class _Generation(Extension):
@@ -104,59 +98,11 @@ def _text(template: jinja2.Template, variables: dict[str, Any], characters: int)
     return "".join(pieces)
 
 
-def _limit(kind: int, amount: int) -> None:
-    """Set a soft limit, at most the hard limit of this process."""
-    import resource  # Windows has none: there the parent has no limits set
-
-    _, hard = resource.getrlimit(kind)
-    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-    resource.setrlimit(kind, (amount, hard))
-
-
-def _limit_memory(additional_bytes: int) -> None:
-    import resource
-
-    usage = Path("/proc/self/statm")
-    used = int(usage.read_text().split()[0]) * resource.getpagesize() if usage.exists() else _USUAL_BYTES
-    _limit(resource.RLIMIT_AS, used + additional_bytes)
-    _limit(resource.RLIMIT_CORE, 0)
-
-
-def _limit_time(seconds: int) -> None:
-    """Limit the CPU time from now on; the kernel kills the process when it is used up."""
-    import resource
-
-    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
-
-
-def _reply(settings: dict[str, Any], line: str, templates: list[jinja2.Template]) -> dict[str, str]:
-    """Render one conversation. templates: the compiled template, empty before the first conversation."""
-    try:
-        if not templates:
-            templates.append(compiled(settings["template"]))
-        return {"text": _text(templates[0], json.loads(line), settings["characters"])}
-    except MemoryError:
-        return {"error": f"it needs more than {settings['memory'] >> 20} MiB"}
-    except RecursionError:
-        return {"error": "it is nested too deeply"}
-    except Exception as error:  # noqa: BLE001  (a template may raise any exception)
-        return {"error": f"{error}"[:1000] or type(error).__name__}
-
-
-def main() -> None:
-    """Serve conversations until the input ends, which a signal to the whole process group does not change."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    settings = json.loads(sys.stdin.readline())
-    if settings["limits_itself"]:
-        _limit_memory(settings["memory"])
-    templates: list[jinja2.Template] = []
-    for line in sys.stdin:
-        if settings["limits_itself"]:
-            _limit_time(settings["seconds"])
-        sys.stdout.write(json.dumps(_reply(settings, line, templates)) + "\n")
-        sys.stdout.flush()
+def _renders(settings: dict[str, Any]) -> Answer:
+    """Compile the template of the settings; return what renders one conversation."""
+    template = compiled(settings["template"])
+    return lambda line: {"text": _text(template, json.loads(line), settings["characters"])}
 
 
 if __name__ == "__main__":
-    main()
+    serve(_renders)

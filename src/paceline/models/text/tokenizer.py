@@ -25,6 +25,7 @@ from paceline.models.files.json_files import read_configuration
 from paceline.models.text.chat_template import CHARACTERS, ChatTemplate
 from paceline.models.text.control_tokens import ControlTokens
 from paceline.models.text.gguf_tokenizer import load_gguf_tokenizer
+from paceline.models.text.response_template import ResponseTemplate, response_template
 from paceline.models.text.tokenizer_growth import ORDINARY, check_backend, check_description
 from paceline.models.text.vocabulary_files import check_packages, with_ends
 
@@ -198,6 +199,11 @@ class Tokenizer:
             return self._renderer(template).render(messages, fields)
         except RequestError as error:
             raise RequestError(f"the chat template of {self.name} refuses these messages: {error}") from error
+
+    @cached_property
+    def response_template(self) -> ResponseTemplate | None:
+        """What reads answers by the response template of the tokenizer's files; None if they have none."""
+        return response_template(getattr(self.huggingface, "response_template", None))
 
     def _make_renderer(self, template: str) -> ChatTemplate:
         return ChatTemplate(template, self.huggingface.special_tokens_map)

@@ -50,11 +50,13 @@ class WeightSource:
         linear: LinearFactory,
         readers: Mapping[str, ReadMatrix] | None = None,
         experts: LinearFactory | None = None,
+        exact: LinearFactory = dense,
     ) -> None:
         """readers: read matrices in a format, by the names of weights, which then only give the shapes.
 
-        experts: factory of the matrices of experts; None: ``linear``.
+        experts: factory of the matrices of experts; None: ``linear``. exact: of those that are never rounded.
         """
+        self.exact = exact
         self._experts = linear if experts is None else experts
         self._spec, self._weights, self._linear, self._readers = spec, weights, linear, readers or {}
         self.kept: list[Tensor] = []
@@ -232,15 +234,16 @@ class RecurrentLayer:
         """index: of the layer. place: of its state."""
         layer = f"layers.{index}."
         self.place, self.mixer = place, parts.mixer(spec, layer)
+        self.gates = None if self.mixer.gates is None else parts.exact(self.mixer.gates)
         self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Run the rows' tokens through their states: x [N, width] -> [N, width]."""
-        attend, gates = forward.attend, self.mixer.gates
+        attend = forward.attend
         assert isinstance(attend, HasStates), "a cache of the model has its states"
         assert attend.states is not None
-        of_gates = None if gates is None else functional.linear(x, gates.weight)
-        return self.output(forward.steps.recurrent(self.mixer, attend.states, self.place, self.qkv(x), of_gates))
+        gates = None if self.gates is None else self.gates(x)
+        return self.output(forward.steps.recurrent(self.mixer, attend.states, self.place, self.qkv(x), gates))
 
 
 class GatedMLP:
@@ -293,10 +296,10 @@ def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
         spec.scores_scale,
         spec.output_scale,
     )
-    gate = parts.linear(f"{layer}.shared_gate", dense) if spec.shared_gate else None
+    gate = parts.linear(f"{layer}.shared_gate", parts.exact) if spec.shared_gate else None
     shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
     norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
-    router = parts.linear(f"{layer}.router", dense)  # a rounded one would choose other experts
+    router = parts.linear(f"{layer}.router", parts.exact)  # a rounded one would choose other experts
     return Experts(spec, router, mixture, shared, norms)
 
 

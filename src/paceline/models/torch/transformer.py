@@ -66,7 +66,7 @@ class Transformer:
 
     weights: tensors by the names of ``description.weights.slots``, all of one dtype and on one device.
     linear: factory of the linear layers of attention and MLP. head, experts: of the output head, and of
-        experts; None: the same.
+        experts; None: the same. exact: of routers and of the gates of recurrent layers, which are never rounded.
     readers: read matrices, by name, when their layers are made; ``weights`` then only give their shapes.
     places: the cache's layer that each layer reads; None: as its description says.
     """
@@ -80,6 +80,7 @@ class Transformer:
         linear: LinearFactory = dense,
         head: LinearFactory | None = None,
         experts: LinearFactory | None = None,
+        exact: LinearFactory = dense,
         readers: Mapping[str, ReadMatrix] | None = None,
         places: Sequence[int] | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class Transformer:
         self.precision = str(self.dtype).removeprefix("torch.")  # for the start line
         self.steps = steps_for(self.device)
         self.adapters: RowAdapters | None = None  # see ``load.adapters``
-        parts = WeightSource(spec, weights, linear, readers, experts)
+        parts = WeightSource(spec, weights, linear, readers, experts, exact)
         self._build(parts, spec.places if places is None else places)
         self._head = parts.linear("embed" if spec.tied else "head", head)
         self._kept = tuple(parts.kept)
