@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.core.cpus import Node, usable_cpus
+from paceline.core.nodes import Nodes
 from paceline.kernels import build, native
+from paceline.models.base import cache_of
+from recurrent_support import tiny_native_recurrent
 
 SHIM = Path(__file__).with_name("mbind.c")
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no kernels here: {native.why_none()}")
@@ -75,6 +79,17 @@ def test_every_page_lies_with_the_threads_that_read_it(tmp_path: Path) -> None:
         for start in range(-(-first // page) * page, (first + items * item_bytes) // page * page, page):
             if abs(start + page // 2 - boundary) >= page:  # a page in which both nodes read may lie with either
                 assert node_of[start] == (0 if start < boundary else 2)
+
+
+def test_threads_of_two_nodes_give_a_hybrid_the_same_bits() -> None:
+    """Attention's heads are divided between the nodes, and the heads of recurrent layers are not."""
+    model, tokens = tiny_native_recurrent(kinds="fddf"), torch.arange(9)
+    found = []
+    for nodes in ((), NODES):
+        with native.kernel_threads(3, nodes):
+            cache = cache_of(model, 2, 20)
+            found.append(model.forward(Nodes(tokens, tokens // 5, tokens % 5), cache).hidden)
+    assert torch.equal(*found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
