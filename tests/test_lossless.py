@@ -484,6 +484,9 @@ def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
     assert engine.slots.room.is_short
     outputs = run(engine, PROMPTS, LONG)
     assert answers(outputs) == plain(model, "long")
+    alone = make_engine(MODELS[model](), eos=EOS, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
+    scored = run(alone, PROMPTS[1:2], LONG[1:2])[0]
+    assert [each.logprobs for each in outputs[1].outputs] == [each.logprobs for each in scored.outputs]
     costs = [answer.metrics for output in outputs for answer in output.candidates]
     assert engine.scheduler.preemptions == sum(cost.preempted for cost in costs) > 1
     assert engine.scheduler.recomputed_tokens == sum(cost.recomputed_tokens for cost in costs) > 0
