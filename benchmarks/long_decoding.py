@@ -104,8 +104,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.child:
-        run = run_paceline if options.sides[0] in ("auto", "int8") else run_llama
-        print(json.dumps(run(options)))
+        ours = options.sides[0] in ("auto", "int8")
+        print(json.dumps(run_paceline(options) if ours else run_llama(options)))
         return
     found: dict[str, list[dict[str, float]]] = {side: [] for side in options.sides}
     sizes = [f"--{name}={getattr(options, name)}" for name in ("rows", "positions", "tokens")]
