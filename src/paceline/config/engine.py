@@ -267,8 +267,9 @@ class EngineConfig:
         Whole(1, MAX_BYTES),
         Help(
             "Bytes that the engine may take. Default: the machine's free memory.",
-            more="On Linux CPUs rows take memory as they grow: where not all rows fit at their longest, requests wait "
-            "until prompt and ``max_tokens`` fit. Elsewhere all rows have to fit at their longest.",
+            more="On Linux CPUs, and with ragged attention on GPUs, rows take memory as they grow: where not all rows "
+            "fit at their longest, requests wait until prompt and ``max_tokens`` fit. Elsewhere all rows have to fit "
+            "at their longest.",
         ),
     ] = None
 

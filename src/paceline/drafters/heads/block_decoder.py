@@ -144,9 +144,11 @@ class BlockDecoder(HeadDecoder):
     unread = 0
     model: BlockModel
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
+    def _new_cache(
+        self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None, pool: int | None
+    ) -> KVCache:
         assert isinstance(model, BlockModel)
-        return super()._new_cache(model, rows, positions + model.slots_behind, dtype)
+        return super()._new_cache(model, rows, positions + model.slots_behind, dtype, pool)
 
     def _new_passes(self) -> Passes:
         return BlockPasses(self)

@@ -87,7 +87,7 @@ class GraphPlace:
     def _prepared(self, batch: Batch, plan: SpeculationPlan) -> tuple[int, int, StepFeatures, int]:
         """Set the rows' limits of draft tokens, and return the program's arguments."""
         k = plan.k if self.program.can_draft else 0
-        longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
+        longest = batch.longest + self._scheduler.in_flight
         self.program.replace_drafts_from(plan.least_matches)
         self.program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
         return k, longest, batch.sampling.step_features, self._missing_tokens(batch, k)
