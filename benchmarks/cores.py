@@ -24,7 +24,7 @@ import torch
 from benchmarks.kernels import _READ_BYTES, SHAPES, Reader, Shape, random_spec
 
 from paceline.core.cache import KVCache
-from paceline.core.cpus import performance_cores
+from paceline.core.cpus import Node, performance_cores, usable_cpus
 from paceline.core.hardware import cpu_name
 from paceline.core.nodes import Nodes
 from paceline.engine.utilisation import kernel_rate
@@ -188,17 +188,17 @@ class Steps:
         self.context = context
         self.model = NativeModel(random_spec(shape, context + 1), name, quantization="int8")
 
-    def ms(self, rows: int, threads: int, seconds: float) -> float:
-        """Median milliseconds of a step: forward pass and logits."""
+    def ms(self, rows: int, threads: int, seconds: float, nodes: tuple[Node, ...] = ()) -> float:
+        """Median milliseconds of a step: forward pass and logits. nodes: see ``kernel_threads``."""
         model = self.model
         cache = KVCache(model.kv_layers, rows, self.context + 1, dtype=model.dtype)
-        nodes = Nodes(torch.ones(rows, dtype=torch.int64), torch.arange(rows), torch.full((rows,), self.context))
+        tokens = Nodes(torch.ones(rows, dtype=torch.int64), torch.arange(rows), torch.full((rows,), self.context))
         times: list[float] = []
-        with native.kernel_threads(threads):
+        with native.kernel_threads(threads, nodes):
             until = time.perf_counter() + seconds
             while len(times) < 5 or time.perf_counter() < until:
                 began = time.perf_counter()
-                model.logits(model.forward(nodes, cache).hidden)
+                model.logits(model.forward(tokens, cache).hidden)
                 times.append(1e3 * (time.perf_counter() - began))
         return statistics.median(times)
 
@@ -263,18 +263,17 @@ def busy(cpu: int) -> Iterator[None]:
 
 
 def hog(options: argparse.Namespace) -> None:
-    """Time steps without and with another program on the last CPU."""
+    """Time steps without and with another program on the last CPU, with panels shared out and in equal shares."""
     most = options.threads or performance_cores()
+    equal = (Node(0, usable_cpus()),) * most  # threads do not help those of other nodes
     for name in options.shapes:
         steps = Steps(name, EVERY[name])
         for rows in options.rows:
             free = steps.ms(rows, most, options.seconds)
             with busy(max(os.sched_getaffinity(0))):
-                slowed = steps.ms(rows, most, options.seconds)
-            print(
-                f"{name:13} {rows:2} rows {most} threads: {free:.2f} ms, with a hog on one CPU {slowed:.2f} ms",
-                flush=True,
-            )
+                slowed, in_equal = (steps.ms(rows, most, options.seconds, nodes) for nodes in ((), equal))
+            with_hog = f"with a hog on one CPU {slowed:.2f} ms, and {in_equal:.2f} ms in equal shares"
+            print(f"{name:13} {rows:2} rows {most} threads: {free:.2f} ms, {with_hog}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

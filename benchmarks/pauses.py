@@ -96,13 +96,14 @@ def main() -> None:
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=6000)
+    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--longest-pause", type=float, default=None, help="default: the engine's")
     options = parser.parse_args()
     more = {} if options.longest_pause is None else {"longest_pause": options.longest_pause}
     llm = LLM(
         options.model,
         quantization=options.quantization,
-        max_model_len=8192,
+        max_model_len=options.max_model_len,
         max_batch_size=8,
         prefix_cache=False,
         **more,

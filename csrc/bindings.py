@@ -19,7 +19,7 @@ from textwrap import fill
 
 HERE = Path(__file__).resolve().parent
 PYTHON, LAYOUT = HERE.parent / "src/paceline/kernels/abi.py", HERE / "layout.h"
-HEADERS = ("gain.h", "kernels.h", "lookup.h", "model.h")
+HEADERS = ("gain.h", "kernels.h", "lookup.h", "ranks.h", "model.h")
 OPAQUE = {"Kernels", "Model", "Pool", "Texts"}  # Python has their addresses only
 SCALARS = {name: f"c_{name.removesuffix('_t')}" for name in ("bool", "int", "float", "int32_t", "int64_t", "uint32_t")}
 SCALARS |= {"size_t": "c_size_t", "uint64_t": "c_uint64"}

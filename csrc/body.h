@@ -11,21 +11,36 @@ constexpr float kMinusInfinity = -__builtin_inff();
 constexpr float kNaN = __builtin_nanf("");
 constexpr float kSmallestAmplitude = 1e-30f;  // rows below it count as zero: 127 / amplitude must stay finite
 
-// Inputs to quantise: values as they are, or after a norm, which is never written out.
+// Inputs to quantise: values as they are, or after a norm, which is never written out. one() has the bits of at().
 struct Plain {
   const float* x;
   F16 at(int i) const { return load(x + i); }
+  float one(int i) const { return x[i]; }
 };
 struct Normed {
   const float* x;
   const float* weight;
-  F16 inverse;
-  F16 at(int i) const { return load(x + i) * inverse * load(weight + i); }
+  float inverse;
+  F16 at(int i) const { return load(x + i) * set1(inverse) * load(weight + i); }
+  float one(int i) const { return x[i] * inverse * weight[i]; }
 };
 struct Centred {
   const float *x, *weight, *bias;
-  F16 mean, inverse;
-  F16 at(int i) const { return fma((load(x + i) - mean) * inverse, load(weight + i), load(bias + i)); }
+  float mean, inverse;
+  F16 at(int i) const { return fma((load(x + i) - set1(mean)) * set1(inverse), load(weight + i), load(bias + i)); }
+  float one(int i) const { return __builtin_fmaf((x[i] - mean) * inverse, weight[i], bias[i]); }
+};
+
+// The same in the order of a consumer's inputs.
+template <class Values>
+struct Ordered {
+  Values values;
+  const int32_t* order;
+  F16 at(int i) const {
+    alignas(64) float taken[16];
+    for (int j = 0; j < 16; ++j) taken[j] = values.one(order[i + j]);
+    return load(taken);
+  }
 };
 
 inline bool finite(float x) { return x - x == 0.0f; }
@@ -95,6 +110,7 @@ inline void quantise_bf16(const Values& values, int inputs, const Activations& t
 template <class Values>
 inline void quantise_row(const Values& values, const Linear& consumer, const Activations& to, int row) {
   if (consumer.format == kBf16) quantise_bf16(values, consumer.inputs, to, row);
+  else if (consumer.order) quantise_int8(Ordered<Values>{values, consumer.order}, consumer, to, row);
   else quantise_int8(values, consumer, to, row);
 }
 
@@ -134,21 +150,19 @@ inline void quantise(const float* x, const Norm* norm, const Linear& consumer, c
     for (int row = start; row < end; ++row) {
       const float* from = x + inputs * static_cast<size_t>(row);
       const Level level = levels[row - start];
-      if (norm->bias) quantise_row(Centred{from, norm->weight, norm->bias, set1(level.mean), set1(level.inverse)}, consumer, to, row);
-      else quantise_row(Normed{from, norm->weight, set1(level.inverse)}, consumer, to, row);
+      if (norm->bias) quantise_row(Centred{from, norm->weight, norm->bias, level.mean, level.inverse}, consumer, to, row);
+      else quantise_row(Normed{from, norm->weight, level.inverse}, consumer, to, row);
     }
   }
 }
 
 inline void apply_norm(const float* x, const Norm& norm, int padded_width, float* out) {
   const Level level = level_of(x, padded_width, norm);
-  const F16 mean = set1(level.mean), inverse = set1(level.inverse);
-  if (norm.bias) {
-    const Centred values = {x, norm.weight, norm.bias, mean, inverse};
+  const auto write = [&](const auto& values) {
     for (int i = 0; i < padded_width; i += 16) store(out + i, values.at(i));
-    return;
-  }
-  for (int i = 0; i < padded_width; i += 16) store(out + i, load(x + i) * inverse * load(norm.weight + i));
+  };
+  if (norm.bias) write(Centred{x, norm.weight, norm.bias, level.mean, level.inverse});
+  else write(Normed{x, norm.weight, level.inverse});
 }
 
 inline void rotate(float* x, const float* cosine, const float* sine, int half) {

@@ -44,6 +44,8 @@ PL_EXPORT void pl_arena_free(void* memory, size_t bytes) { free_huge_pages(memor
 PL_EXPORT NewObject<Model> pl_model_new(const ModelSpec* spec, const Kernels* kernels) { return made<Model>(*spec, *kernels); }
 PL_EXPORT void pl_model_free(Model* model) { delete model; }
 PL_EXPORT int64_t pl_experts_read(const Model* model) { return model->experts_read(); }
+// Whether the exchange with other ranks has ended, and the results of passes with it.
+PL_EXPORT int pl_ranks_ended(const Model* model) { return model->ranks_ended(); }
 
 PL_EXPORT Problem pl_forward(Model* model, Pool* pool, const int64_t* tokens, const int64_t* rows, const int64_t* positions,
                              const int64_t* slots, const int64_t* parents, int count, int read, int text,

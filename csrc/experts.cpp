@@ -128,17 +128,18 @@ void ExpertsStep::drop_groups(float* values) const {
 
 void ExpertsStep::multiply(int thread) const {
   const size_t inner = static_cast<size_t>(e_.down->inputs);
-  quantise(b_.normed.as<float>(), stride_, true, *e_.gate_up, thread);
+  quantise(b_.normed.as<float>(), stride_, true, e_.gate_up, thread);
   product(e_.gate_up, gated_, b_.activated.as<float>(), inner, thread);
-  quantise(b_.activated.as<float>(), inner, false, *e_.down, thread);
+  quantise(b_.activated.as<float>(), inner, false, e_.down, thread);
   product(e_.down, Epilogue::kStore, b_.outputs.as<float>(), stride_, thread);
 }
 
 // by_token: whether x has a row per token, not per place.
-void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const {
+void ExpertsStep::quantise(const float* x, size_t stride, bool by_token, const Linear* consumers, int thread) const {
   const Share share(pairs(), thread, pool_.threads());
   for (int place = share.first; place < share.last; ++place) {
-    const int row = by_token ? sorted(thread).pair(place) / e_.used : place;
+    const int pair = sorted(thread).pair(place), row = by_token ? pair / e_.used : place;
+    const Linear& consumer = consumers[b_.chosen.as<int32_t>()[pair]];
     k_.quantise(x + stride * static_cast<size_t>(row), nullptr, consumer, b_.rows.view.from_row(place), {0, 1});
   }
   pool_.meet();

@@ -61,7 +61,7 @@ class ExpertsStep {
   void choose(int token) const;
   void drop_groups(float* values) const;
   double share_of(const float* scores, const float* values, int best) const;
-  void quantise(const float* x, size_t stride, bool by_token, const Linear& consumer, int thread) const;
+  void quantise(const float* x, size_t stride, bool by_token, const Linear* consumers, int thread) const;
   void product(const Linear* experts, Epilogue epilogue, float* out, size_t out_stride, int thread) const;
 
   const Experts& e_;

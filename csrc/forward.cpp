@@ -241,7 +241,7 @@ class Pass {
 
   void run_mixer(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const bool last = ends_with(index);
-    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
+    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.attended ? layer.attended[s_.ranks->count] : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.recurrent) run_recurrent(layer, index, thread, watch);
     else if (layer.latent) run_latent(layer, index, last, thread, watch);
@@ -279,9 +279,12 @@ class Pass {
                                    : prepare(m_.residual_.as<float>(), m_.padded_width, before, layer.gate_up, thread);
     const Changes changes = change(layer.changes[kChangedGateUp], m_.residual_.as<float>(), before, layer.gate_up, thread);
     watch.lap(kPrepare);
-    clear_padding(m_.activated_, layer.down.inputs, layer.gate_up.outputs / (layer.plain ? 1 : 2), thread);
+    const int activated = layer.activated ? layer.activated[s_.ranks->count] : layer.gate_up.outputs / (layer.plain ? 1 : 2);
+    clear_padding(m_.activated_, layer.down.inputs, activated, thread);
     const Epilogue end = layer.plain ? activation_of(layer) : gate_of(layer);
-    multiply(layer.gate_up, input, end, m_.activated_.as<float>(), static_cast<size_t>(layer.down.inputs), thread, changes, layer.shape);
+    const size_t stride = static_cast<size_t>(layer.down.inputs);
+    multiply(layer.gate_up, input, end, m_.activated_.as<float>() + first_column(layer.activated), stride, thread, changes, layer.shape);
+    gather(m_.activated_.as<float>(), stride, layer.activated, thread);
     watch.lap(kProducts);
   }
 
@@ -411,12 +414,12 @@ class Pass {
   void add(const Linear& linear, const Activations& input, const float* after, int thread, Stopwatch& watch, const float* scale = nullptr,
            const Changes& changes = {}) const {
     const size_t stride = static_cast<size_t>(m_.padded_width);
-    if (!after) {
-      multiply(linear, input, Epilogue::kAdd, m_.residual_.as<float>(), stride, thread, changes);
-      return watch.lap(kProducts);
-    }
-    multiply(linear, input, Epilogue::kStore, m_.branch_.as<float>(), stride, thread, changes);
+    const int32_t* edges = s_.ranks ? s_.ranks->hidden : nullptr;
+    float* out = (after ? m_.branch_ : m_.residual_).as<float>();
+    multiply(linear, input, after ? Epilogue::kStore : Epilogue::kAdd, out + first_column(edges), stride, thread, changes);
+    gather(out, stride, edges, thread);
     watch.lap(kProducts);
+    if (!after) return;
     const Share share(tokens_.count, thread, pool_.threads());
     for (int i = share.first; i < share.last; ++i) {
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
@@ -563,6 +566,7 @@ class Pass {
     watch.lap(kRotary);
     if (keys_alone) return;
     attend(attention, index, thread);
+    gather(m_.attended_.as<float>(), attention.out_stride, layer.attended, thread);
     watch.lap(kAttention);
   }
 
@@ -785,6 +789,14 @@ class Pass {
     pool_.meet();
   }
 
+  // The first column that this rank computes; edges: of all ranks, or null.
+  size_t first_column(const int32_t* edges) const { return edges ? static_cast<size_t>(edges[s_.ranks->rank]) : 0; }
+
+  // Completes rows of a divided model with what other ranks have computed.
+  void gather(float* rows, size_t stride, const int32_t* edges, int thread) const {
+    if (edges) m_.exchange_->gather(pool_, thread, rows, tokens_.count, stride, edges);
+  }
+
   // Prepares what adapters add to the outputs of a linear layer. x: its input rows, before `norm` (if any).
   Changes change(const LowRank* by_adapter, const float* x, const Norm* norm, const Linear& linear, int thread) const {
     if (!by_adapter || adapted_.empty()) return {};
@@ -875,7 +887,7 @@ class Pass {
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
-    a.out = m_.attended_.as<float>();
+    a.out = m_.attended_.as<float>() + first_column(layer.attended);
     a.out_stride = static_cast<size_t>(layer.attention_out.inputs);
     a.positions = tokens_.positions;
     a.slots = tokens_.slots;
@@ -1056,7 +1068,13 @@ class HeadPass {
     const float limit = m_.spec.logits_cap;
     const Epilogue end = limit > 0.0f ? Epilogue::kCap : Epilogue::kStore;
     const LinearCall call = {&head_, m_.shared_.view, rows_, end, logits_, static_cast<size_t>(head_.outputs), limit};
-    pool_.share_out(panels(head_.outputs), thread, [&](Range chunk) { m_.kernels.linear(call, chunk.first, chunk.last); });
+    const Ranks* ranks = &head_ == &m_.spec.head ? m_.spec.ranks : nullptr;  // a draft vocabulary's head is rank 0's own
+    const int first = ranks ? ranks->tokens[ranks->rank] / kPanel : 0;
+    const int last = ranks ? panels(ranks->tokens[ranks->rank + 1]) : panels(head_.outputs);
+    pool_.share_out(last - first, thread, [&](Range chunk) { m_.kernels.linear(call, first + chunk.first, first + chunk.last); });
+    if (!ranks) return;
+    pool_.meet();
+    m_.exchange_->gather(pool_, thread, logits_, rows_, static_cast<size_t>(head_.outputs), ranks->tokens, true);
   }
 
   Model& m_;

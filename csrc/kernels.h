@@ -39,6 +39,7 @@ struct Linear {
   int32_t outputs;      // not padded
   int32_t format;
   int32_t group;  // int4: inputs that share a scale
+  const int32_t* order;  // int4: [inputs], the place in a row of x of each input here; or null: their own
 };
 
 // Weights that score experts, in float32: panels of 16 experts, [padded inputs][16] each. Their sums decide which

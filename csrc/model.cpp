@@ -129,7 +129,8 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       widest_rank(widest_of_changes(s, &LowRank::down)),
       widest_change(widest_of_changes(s, &LowRank::up)),
       next_unit_(static_cast<size_t>(s.layer_count)),
-      experts_(std::make_unique<ExpertBuffers>()) {}
+      experts_(std::make_unique<ExpertBuffers>()),
+      exchange_(s.ranks ? std::make_unique<Exchange>(*s.ranks) : nullptr) {}
 
 Model::~Model() = default;
 

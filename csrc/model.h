@@ -9,6 +9,7 @@
 #include "gain.h"
 #include "kernels.h"
 #include "pool.h"
+#include "ranks.h"
 
 namespace paceline {
 
@@ -122,6 +123,9 @@ struct Layer {
   int32_t plain;           // whether the MLP has no gate: gate_up is up alone
   const float* shape;      // of the activation: four numbers, or null
   const BlockConv* convs;  // around attention, and around the MLP, of a block drafter; or null
+  // Of a divided model, [ranks + 1]: the first column of attention's output, and of the MLP's second product's input, that
+  // each rank computes, and their width. Null: all.
+  const int32_t *attended, *activated;
   const LowRank* changes[kChangedLayers];  // of each linear layer: one of every adapter, without weights if it changes nothing; or null
 };
 
@@ -167,6 +171,7 @@ struct ModelSpec {
   const float* places;        // [positions][padded width], added to the embedding; or null
   const float* embedding_norm;  // of the embedding; or null
   int32_t adapters;           // number of adapters, which Layer::changes have
+  const Ranks* ranks;         // of a divided model, whose layers have the heads and the outputs of one rank; or null
 };
 
 // Tokens of every row, row after row: row i has the entries starts[i] .. starts[i + 1] - 1.
@@ -390,6 +395,7 @@ class Model {
   void logits(Pool& pool, const float* hidden, int rows, float* out, const Linear& head);
   // For a block drafter: stores keys and values of tokens in all layers, from their fused states `entering`.
   void inject(Pool& pool, const Tokens& tokens, const Cache& cache);
+  bool ranks_ended() const { return exchange_ && exchange_->ended(); }
   void fuse(Pool& pool, const float* features, int rows, float* out);        // for a head: [rows][tap_count][target width] -> [rows][width]
   const char* problem_with(const Tokens& tokens, const Cache& cache) const;  // or null
   int64_t experts_read() const { return experts_read_; }  // experts whose weights were read, all layers and passes together
@@ -423,6 +429,7 @@ class Model {
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::vector<std::atomic<int>> next_unit_;
   std::unique_ptr<ExpertBuffers> experts_;
+  const std::unique_ptr<Exchange> exchange_;  // with the other ranks, if there are any
   std::atomic<int64_t> experts_read_{0};
 };
 

@@ -9,6 +9,7 @@
 #endif
 
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -72,6 +73,13 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
+void sleep_beside_ranks(std::atomic<uint32_t>& word, uint32_t value) {
+  const timespec most = {0, 50'000'000};  // 50 ms
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr, 0);
+}
+void wake_all_ranks(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
 
 #else
 
@@ -98,6 +106,8 @@ void wake_all(std::atomic<uint32_t>&) {
   { const std::lock_guard<std::mutex> after_their_last_look(bed().lock); }
   bed().changed.notify_all();
 }
+void sleep_beside_ranks(std::atomic<uint32_t>&, uint32_t) { std::this_thread::sleep_for(std::chrono::microseconds(100)); }
+void wake_all_ranks(std::atomic<uint32_t>&) {}  // they do not sleep for long
 
 #endif
 

@@ -21,6 +21,11 @@ void free_aligned(void* memory);
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value);
 void wake_all(std::atomic<uint32_t>& word);
 
+// The same for a word in memory that processes share. The sleep also ends after a while, because a process may end without a
+// word.
+void sleep_beside_ranks(std::atomic<uint32_t>& word, uint32_t value);
+void wake_all_ranks(std::atomic<uint32_t>& word);
+
 constexpr int kMostCpus = 1024;
 
 struct CpuSet {

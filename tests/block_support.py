@@ -98,7 +98,8 @@ def tiny_block(
     config = block_config(kind, vocabulary, target_width, taps, 2 * vocabulary // 3 if reduced else None)
     head = BlockHead(config)
     head.load_state_dict(random_block(config))
-    return TorchBlock(head.requires_grad_(False), "tiny block drafter", taps, target.max_positions)
+    head = head.requires_grad_(False).to(target.device)
+    return TorchBlock(head, "tiny block drafter", taps, target.max_positions)
 
 
 def tiny_native_block(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,29 @@ def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, 
 # Measurements of the machine are short, because no test depends on how exact they are.
 arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
 Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assignment]
+
+
+def _hasten_tritons_interpreter() -> None:
+    """Patch Triton's language once a process for each function, and keep numpy's types by Triton's.
+
+    By itself the interpreter patches the language at every call of a function from a kernel: a third of its time.
+    """
+    from triton.runtime import interpreter
+
+    patch, numpy_type = cache(interpreter._patch_lang), cache(interpreter._get_np_dtype)
+
+    def patched(function: Callable[..., object]) -> object:
+        patch(function)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    def numpy_type_of(triton_type: Any) -> np.dtype[Any]:
+        return np.dtype(np.uint64) if triton_type.scalar.is_ptr() else numpy_type(triton_type.scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patched, numpy_type_of
+
+
+with suppress(ImportError):  # triton is not on every platform
+    _hasten_tritons_interpreter()
 
 # No deadline, because a shared machine may stall any example; pytest-timeout ends tests that hang.
 # Shrinking a slow example can take minutes, so failures show the original one; HYPOTHESIS_PROFILE=shrink shrinks it.

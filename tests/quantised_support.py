@@ -56,11 +56,14 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return shifted.sum(2).to(torch.uint32).view(torch.int32)
 
 
-def compressed(bits: int, group: int, *, symmetric: bool) -> Converter:
+def compressed(bits: int, group: int, *, symmetric: bool, ordered: bool = False) -> Converter:
+    """ordered: groups by activation order (actorder "group"), which weight_g_idx tells."""
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
 
     def convert(weight: Tensor) -> Converted:
-        codes, scales, zeros = grid(weight, bits, group, symmetric=symmetric)
+        order, of_input = _orders(weight.shape[1], group, ordered=ordered)
+        codes, scales, zeros = grid(weight[:, order], bits, group, symmetric=symmetric)
+        codes = codes[:, order.argsort()]
         tensors = {
             "weight_packed": words(codes, bits),
             "weight_scale": scales,
@@ -68,7 +71,9 @@ def compressed(bits: int, group: int, *, symmetric: bool) -> Converter:
         }
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros.t().contiguous(), bits).t().contiguous()
-        return tensors, numbers(codes, scales, zeros)
+        if ordered:
+            tensors["weight_g_idx"] = of_input.int()
+        return tensors, numbers(codes, scales, zeros, of_input)
 
     return Converter(_compressed_config("pack-quantized", weights), convert)
 
@@ -83,6 +88,13 @@ def _compressed_config(kind: str, weights: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _orders(inputs: int, group: int, *, ordered: bool) -> tuple[Tensor, Tensor]:
+    """The inputs in the order of their groups, and the group of each input."""
+    random = torch.Generator().manual_seed(inputs)
+    order = torch.randperm(inputs, generator=random) if ordered else torch.arange(inputs)
+    return order, (torch.arange(inputs) // (group or inputs))[order.argsort()]
+
+
 def gptq(bits: int, group: int, *, symmetric: bool, ordered: bool = False, version: int = 1) -> Converter:
     """ordered: groups by activation order (desc_act), so that g_idx is a permutation."""
     config = {
@@ -95,15 +107,9 @@ def gptq(bits: int, group: int, *, symmetric: bool, ordered: bool = False, versi
     }
 
     def convert(weight: Tensor) -> Converted:
-        inputs = weight.shape[1]
-        order = (
-            torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) if ordered else torch.arange(inputs)
-        )
+        order, of_input = _orders(weight.shape[1], group, ordered=ordered)
         codes, scales, zeros = grid(weight[:, order], bits, group, symmetric=symmetric)
-        of_input = torch.empty(inputs, dtype=torch.long)
-        of_input[order] = torch.arange(inputs) // (group or inputs)
-        unordered = torch.empty_like(codes)
-        unordered[:, order] = codes
+        unordered = codes[:, order.argsort()]
         stored = (zeros - int(version == 1)) & ((1 << bits) - 1)
         tensors = {
             "qweight": words(unordered, bits).t().contiguous(),
@@ -266,6 +272,7 @@ def modelopt_mixed() -> Converter:
 CONVERTERS: dict[str, Converter] = {
     "compressed-tensors W4A16": compressed(4, 128, symmetric=True),
     "compressed-tensors W4A16 with zero points": compressed(4, 32, symmetric=False),
+    "compressed-tensors W4A16 by activation order": compressed(4, 32, symmetric=True, ordered=True),
     "compressed-tensors W8A16 by row": compressed(8, 0, symmetric=True),
     "compressed-tensors W8A8": w8a8(),
     "compressed-tensors float8": fp8_rows(),

@@ -287,7 +287,8 @@ def theirs_with_head(
 ) -> tuple[PreTrainedModel, MtpModel]:
     """A random model of transformers, and a draft head for it."""
     model = make(seed, **sizes)
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = getattr(model.config, "mtp_layer_types", None) or ["full_attention"]
     model.config.mtp_mlp_layer_types = ["sparse"]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -363,7 +364,7 @@ def save_with_head(
     tensors = load_file(path / "model.safetensors")
     is_layer = model.config.model_type in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
     own = head_state(head, model.config.num_hidden_layers if is_layer else None)
-    tensors |= experts_apart(own) if is_layer or model.config.model_type == "qwen3_next" else own
+    tensors |= experts_apart(own) if is_layer or model.config.model_type in ("qwen3_next", "mellum") else own
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(path)
     return model, head

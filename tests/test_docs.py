@@ -172,6 +172,7 @@ ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or
     *("pl_kernels", "pl_obstacle", "pl_multiplies_correctly"),
     *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
     *("pl_texts_append", "pl_texts_held", "pl_texts_size", "pl_read", "pl_place"),
+    *("pl_exchange_bytes", "pl_ranks_ended"),
 }
 
 

@@ -37,7 +37,9 @@ from paceline.core.sampling import noise_key, noisy_argmax
 from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
+from paceline.engine import slot_allocator
 from paceline.engine.engine import Engine, Request
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import ParameterError
 from paceline.kernels import cpu, native
 from paceline.lengths import LengthPolicy
@@ -279,7 +281,12 @@ PROCESSED = [  # rows whose tokens are restricted, and one that is free
         )
     )
 ]
-PARAMS = {**FAMILIES, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
+# Answers that need a second page, and a few that end early.
+LONG = [
+    replace(params, max_tokens=60, ignore_eos=row > 1 and params.structured_outputs is None)
+    for row, params in enumerate(MIXED)
+]
+PARAMS = {**FAMILIES, "long": LONG, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
 
 
 def unranked(params: SamplingParams) -> SamplingParams:
@@ -329,9 +336,10 @@ def speculative_engine(model: str, drafter: str, length: int | str, family: str,
     drafts = {"model": DRAFTS, "hybrid": DRAFTS, "self": MODELS, "head": HEADS, "head hybrid": HEADS}
     drafts |= dict.fromkeys(("assistant", "assistant hybrid"), ASSISTANTS)
     drafts |= {"parallel": PARALLEL_HEADS, "parallel hybrid": PARALLEL_HEADS, **TORCH_HEADS}
+    drafts["dspark hybrid"] = TORCH_HEADS["dspark"]
     draft = drafts[drafter][model]() if drafter in drafts else None
     same = {"model": "model", "ngram": "ngram", "hybrid": "hybrid", "head": "feature", "head hybrid": "hybrid"}
-    same |= {"assistant": "feature", "assistant hybrid": "hybrid"}
+    same |= {"assistant": "feature", "assistant hybrid": "hybrid", "dspark hybrid": "hybrid"}
     same |= {"parallel": "feature", "parallel hybrid": "hybrid", **dict.fromkeys(IN_TORCH, "feature")}
     scripts = {"never": never, "always": always, "sometimes": sometimes, "ragged": sometimes, "short": sometimes}
     others = {"self": "model", "documents": "ngram"} | dict.fromkeys(scripts, "ngram")  # replaced by a script below
@@ -451,6 +459,37 @@ def test_texts_that_go_on_from_kept_prefixes_equal_plain_decoding(memory: int | 
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("model", "drafter", "memory"),
+    pairwise(
+        {
+            "model": ["native", "recurrent", "gemma4 experts", "latent in int8"],
+            "drafter": ["model", "ngram", "head"],
+            "memory": [None, 0],
+        },
+        {("model", "latent in int8"): {"drafter": ["model", "head"]}},
+    ),
+)
+def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
+    model: str, drafter: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten requests on five rows, in memory for one row at its longest and two short ones."""
+    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)  # rows begin that cannot grow beside others
+    options = {"max_batch_size": 5, "prefill_chunk": 9, "prefix_memory": memory}
+    engine = speculative_engine(model, drafter, "random", "long", **options)
+    bytes_for = engine.room.bytes_for
+    engine.slots.room = replace(engine.room, limit=bytes_for(engine.max_model_len) + 2 * bytes_for(60))
+    engine.slots.forget()  # it sets the slots' sizes
+    assert engine.slots.room.is_short
+    outputs = run(engine, PROMPTS, LONG)
+    assert answers(outputs) == plain(model, "long")
+    costs = [answer.metrics for output in outputs for answer in output.candidates]
+    assert engine.scheduler.preemptions == sum(cost.preempted for cost in costs) > 1
+    assert engine.scheduler.recomputed_tokens == sum(cost.recomputed_tokens for cost in costs) > 0
+
+
+@needs_kernels
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["self", "ngram", "sometimes", "hybrid"])
 def test_the_description_names_draft_tokens_that_host_rounds_verify(drafter: str, rule: str) -> None:
@@ -558,7 +597,7 @@ OTHER_LAYERS = ["model", "ngram", "documents", "sometimes", "ragged", "hybrid", 
 DRAFTERS_OF = {
     **dict.fromkeys(("toy", "flat", "llama"), DRAFTERS),
     "toy, split": ["model", "documents", "ragged", "hybrid", "head", "parallel", *IN_TORCH],
-    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", "none"],
+    "toy on the device": ["model", "self", "ngram", "head", "hybrid", "head hybrid", *BLOCKS, "dspark hybrid", "none"],
     "llama, split": ["model", "ragged", "head hybrid"],
     "native": [*(each for each in DRAFTERS if each not in IN_TORCH), *ON_KERNELS, "parallel hybrid"],
     "native by the host": ["model", "head", "head hybrid", "parallel", "parallel hybrid"],
@@ -571,7 +610,7 @@ DRAFTERS_OF = {
         ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
     ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
-    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "none"],
+    "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "dspark", "none"],
     "llama in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
     "llama in fp8": ["model", "ragged"],
     "native in int8": ["model", "documents", "ragged", "hybrid", "head", "dflash"],
@@ -589,7 +628,7 @@ DEVICE_FAMILIES = ["greedy", "mixed", "siblings", "processed"]  # rows that need
 FEW_LENGTHS = [4, "random", "caps", "selection", "confident", "sources"]  # where lengths are not the point
 FACTORS = {
     "place": PLACES,
-    "drafter": [*DRAFTERS, "parallel hybrid", "assistant", "assistant hybrid", "none"],
+    "drafter": [*DRAFTERS, "parallel hybrid", "dspark hybrid", "assistant", "assistant hybrid", "none"],
     "length": [*LENGTHS, "budget", "hybrid", "sources"],
     "family": [*PARAMS],
     "rule": ["coupled", "rejection"],
@@ -704,7 +743,7 @@ def test_batch_composition_and_order_change_no_answer(rows: int, chunk: int) -> 
 
 LEAVING = {
     "toy": [each for each in DRAFTERS if each not in ("never", "always", "sometimes", "short")],
-    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "none"],
+    "toy on the device": ["model", "self", "head", "ngram", "hybrid", "head hybrid", "dflash", "dspark hybrid", "none"],
     "flat": ["model", "documents", "hybrid", "head"],
     "native": ["self", "ngram", "documents", "model", "hybrid", "head", "head hybrid", "parallel", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2"), ("model", "ngram", "head")),
@@ -1115,7 +1154,7 @@ BRANCHING = ["ngram", "documents", "model", "hybrid"]  # drafters whose draft to
 BRANCHING_OF = {
     **dict.fromkeys(("toy", "flat"), (*BRANCHING, "head", "head hybrid", "parallel", *IN_TORCH)),
     "toy, split": ["documents", "model", "head", "chimera"],
-    "toy on the device": ["model", "self", "head"],
+    "toy on the device": ["model", "self", "head", "dspark", "dflash2"],
     "llama": ["documents", "model", "hybrid", "head", "parallel", *IN_TORCH],
     "llama, split": ["model", "head hybrid"],
     "native": [*BRANCHING, "head", "head hybrid", "parallel", "parallel hybrid", *ON_KERNELS],
@@ -1515,12 +1554,16 @@ def test_many_requests_with_own_seeds_follow_the_exact_distribution() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [pytest.param("coupled", "model", marks=pytest.mark.slow), ("rejection", "model"), ("rejection", "hybrid")],
+    [
+        pytest.param("coupled", "model", marks=pytest.mark.slow),
+        *(("rejection", d) for d in ("model", "hybrid", "dspark")),
+    ],
 )
 def test_device_rounds_keep_the_distribution(rule: str, drafter: str) -> None:
+    draft = IN_TORCH[drafter](SMALL_TARGET(), 8) if drafter in IN_TORCH else SMALL_DRAFT()
     engine = make_engine(
-        SMALL_TARGET(), SMALL_DRAFT(), drafter=drafter, acceptance=rule, num_speculative_tokens=2, rounds="device",
-        attention="padded", max_batch_size=50, max_model_len=16,
+        SMALL_TARGET(), draft, drafter="feature" if drafter in IN_TORCH else drafter, acceptance=rule,
+        num_speculative_tokens=2, rounds="device", attention="padded", max_batch_size=50, max_model_len=16,
     )  # fmt: skip
     assert p_value(engine, SamplingParams(n=SAMPLES, max_tokens=3, seed=21)) > 1e-3
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import seen_by
-from kernels.tools import in_parallel, random_spec, with_experts, with_latent, with_sinks
+from kernels.tools import in_parallel, random_spec, with_experts, with_latent, with_orders, with_sinks
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.cache import KVCache
@@ -186,9 +186,9 @@ def tiny_native(seed: int, layers: int = 2) -> NativeModel:
 
 
 def tiny_native_experts(quantization: Quantization | None = "int8") -> NativeModel:
-    """The same with mixtures of experts, an MLP beside them, biases and sinks."""
+    """The same with mixtures of experts, an MLP beside them, biases and sinks. In int4 inputs have an order."""
     spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, bias=True, seed=2)
-    mixed = with_sinks(with_experts(spec, shared=True))
+    mixed = with_orders(with_sinks(with_experts(spec, shared=True)))
     return NativeModel(mixed, "experts", quantization=quantization, threads=1)
 
 

@@ -62,7 +62,7 @@ from paceline.engine.options import familiar_options
 from paceline.engine.requests import RequestMaker, encoded, needed
 from paceline.engine.scoring import EMBEDDED, SCORED, PooledStates, PromptReading, PromptScores
 from paceline.engine.sharing import SharedCall, SharedEngine
-from paceline.engine.threads import chosen_nodes
+from paceline.engine.threads import nodes_of_rank
 from paceline.errors import ModelFormatError, PacelineError, ParameterError
 from paceline.kernels.native import kernel_threads
 from paceline.models.files.boundary import Source
@@ -148,7 +148,7 @@ class LLM:
                 check_same_vocabulary(self.tokenizer, draft_tokenizer)
         references = [encoded(self.tokenizer, document) for document in documents]
         with loading_stages(use_tqdm) as stages:
-            threads, nodes = config.threads or default_threads(), chosen_nodes(config.numa)
+            threads, nodes = config.threads or default_threads(), nodes_of_rank(config)
             with torch_threads(threads), kernel_threads(threads, nodes):  # other engines have their own number
                 draft = None if draft_model is None or head is not None else load_draft(draft_model, config, stages)
                 target = load_target(model, config, stages, adapter_paths)

@@ -57,4 +57,4 @@ def test_the_measurements_run(
     assert [result["threads"] for result in results] == [1, 2, 3]
     assert all(result["measured_ms"] > 0 for result in results)
     cores.main(["hog", *few])
-    assert "with a hog on one CPU" in capsys.readouterr().out
+    assert "ms in equal shares" in capsys.readouterr().out

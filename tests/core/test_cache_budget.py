@@ -90,7 +90,49 @@ def test_answers_do_not_depend_on_the_memory_limit_which_holds(kind: type[ToyMod
     assert answers(outputs) == answers(expected)
 
 
-def test_a_row_begins_when_its_maximum_length_fits_beside_the_others() -> None:
+def test_rows_begin_while_all_can_grow_once_more_and_the_last_gives_way() -> None:
+    """Memory of one whole row: 3 begin at 10 tokens and grow; the first never gives way, others go on where it ends."""
+    engine = short_engine([LONGEST])
+    params = SamplingParams(temperature=0, max_tokens=10**6)
+    outputs = [add(engine, 10, params, seed=seed) for seed in range(4)]
+    step(engine)
+    begun = len(engine.slots.used)
+    assert 1 < begun < 4
+    assert engine.scheduler.admissible == 0
+    while len(engine.slots.used) > 1:
+        step(engine)
+        assert engine.slots.by_rank[0].request_id == outputs[0].request_id
+        assert memory_of(engine) <= engine.room.limit
+    assert engine.scheduler.preemptions >= begun - 1
+    waits = engine.scheduler.preempted[-1]
+    engine.abort(waits.request_id)
+    assert waits not in engine.scheduler.unfinished
+    finish(engine)
+    whole = [output for output in outputs if output.outputs[0].finish_reason == "length"]
+    assert len(whole) == 3
+    roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
+    assert answers(whole) == answers(run(roomy, [each.prompt_token_ids for each in whole], [params] * 3))
+    metrics = [output.outputs[0].metrics for output in outputs]
+    assert engine.scheduler.preemptions == sum(each.preempted for each in metrics)
+    assert engine.scheduler.recomputed_tokens == sum(each.recomputed_tokens for each in metrics) > 0
+    assert f"{engine.scheduler.preemptions} gave way for others" in engine.describe()
+    assert all(each.cached_tokens == 0 for each in metrics), "a row's own text is no saving of its request"
+
+
+def test_a_row_gives_way_to_urgent_ones_that_began_after_it() -> None:
+    engine = short_engine([LONGEST, 300])
+    params = SamplingParams(temperature=0, max_tokens=10**6)
+    patient, urgent = (add(engine, 10, params, seed=priority, priority=priority) for priority in (1, 0))
+    step(engine)
+    assert len(engine.slots.used) == 2
+    while not (patient.finished or engine.scheduler.preempted):
+        step(engine)
+    assert [sequence.request_id for sequence in engine.scheduler.preempted] == [patient.request_id]
+    finish(engine)
+    assert urgent.finished
+
+
+def test_rows_of_short_answers_begin_when_their_maximum_lengths_fit() -> None:
     engine = short_engine([LONGEST, reach(400), reach(400)])
     outputs = [add(engine, 400, seed=seed) for seed in range(8)]
     step(engine)

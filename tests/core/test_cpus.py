@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,16 @@ def test_nodes_have_usable_cpus_only(machine: FakeMachine) -> None:
     machine.write("system/node/node3/cpulist", "")  # memory alone
     machine.use(0, 1, 2, 3, 5, 6)
     assert cpus.nodes(machine.devices) == (cpus.Node(0, (0, 1, 5)), cpus.Node(2, (2, 3)), cpus.Node(10, (6,)))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_thread_is_pinned_to_nodes_for_a_while() -> None:
+    before = os.sched_getaffinity(0)
+    with cpus.pinned([cpus.Node(0, (max(before),))]):
+        assert os.sched_getaffinity(0) == {max(before)}
+        with cpus.pinned([]):
+            assert os.sched_getaffinity(0) == {max(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5, 7, 8), "0-2,5,7-8")])

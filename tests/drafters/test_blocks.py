@@ -245,7 +245,7 @@ def states_of(
     if places:
         rows_of, positions = torch.tensor(places).T.contiguous()
         decoder.inject(rows_of, positions)
-    return decoder.run_block(anchors, lengths, Slots.listed(slots, torch.device("cpu")))
+    return decoder.run_block(anchors, torch.tensor(lengths), max(lengths) + 1, Slots.listed(slots, torch.device("cpu")))
 
 
 @torch.no_grad()

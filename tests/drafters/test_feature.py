@@ -38,7 +38,7 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import RowState
-from paceline.drafters.heads.block_decoder import TorchBlock
+from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
 from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.engine import Engine
@@ -191,17 +191,30 @@ def test_siblings_in_a_tree_are_the_best_tokens_after_their_path(kind: str) -> N
     assert all(compared[depth, 2] + compared[depth, 3] > 5 for depth in range(3))
 
 
-@pytest.mark.parametrize(("rounds", "fed"), [("every round", HeadDecoder.fed_tokens), ("now and then", 2)])
-def test_a_device_draws_what_the_reference_does(rounds: str, fed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "drafter", "rounds", "fed"),
+    [
+        ("feature", "feature", "every round", None),
+        ("feature", "feature", "now and then", 2),
+        ("dspark", "feature", "every round", None),
+        ("dflash", "feature", "now and then", 3),
+        ("dflash2", "hybrid", "now and then", None),
+    ],
+)
+def test_a_device_draws_what_the_reference_does(
+    kind: str, drafter: str, rounds: str, fed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounds of all lengths, none included: the head reads its missing tokens beforehand, or in the round itself.
 
-    Nine of ten draft tokens are accepted, so the head misses many tokens.
+    Nine of ten draft tokens are accepted, so the head misses many tokens. A block drafter's tokens depend neither on
+    the length of the round nor on the other rows.
     """
-    monkeypatch.setattr(HeadDecoder, "fed_tokens", fed)
+    if fed is not None:
+        monkeypatch.setattr(HeadDecoder if kind == "feature" else BlockDecoder, "fed_tokens", fed)
     target = tiny_llama()
-    head = tiny_head(target, 32)
+    head = KINDS[kind](target, 32)
     device = {"rounds": "device", "attention": "padded", "acceptance": "synthetic:0.9", "benchmark": True}
-    engine = make_engine(target, head, drafter="feature", prefill_chunk=7, **device)
+    engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **device)
     engine.use_policy(FixedLength(4) if rounds == "every round" else RandomLength(seed=3))
     assert engine._device_round is not None
     draft_chain, compared = engine._device_round._draft_chain, Counter[str]()

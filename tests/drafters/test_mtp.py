@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from model_support import NATIVE, packed, tiny
+from models.test_families import _written as written
+from models.test_latent_gguf import write as written_latent
 from paceline import LLM
 from paceline.config import SamplingParams
 from paceline.core.batch import SpeculationPlan
@@ -22,10 +24,10 @@ from paceline.drafters.heads.mtp import MtpHead
 from paceline.errors import ParameterError
 from paceline.lengths.base import FixedLength
 from paceline.models.base import AnyModel
-from paceline.models.load.loading import load_model
+from paceline.models.load.loading import load_config, load_model
 from paceline.models.native.model import Quantization
 from quantised_support import CONVERTERS, convert_files
-from recurrent_support import save_with_head, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_next
+from recurrent_support import head_state, save_with_head, tiny_qwen3_5, tiny_qwen3_5_moe, tiny_qwen3_next
 from toy import VOCAB, RandomCaps, answers, make_engine, make_request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,6 +51,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "deepseek_v3": functools.partial(tiny_routed, "deepseek_v3"),
     "glm4_moe": functools.partial(tiny_routed, "glm4_moe", head_dim=16),
     "glm4_moe_lite": functools.partial(tiny_routed, "glm4_moe_lite", hidden_size=48),
+    "mellum": functools.partial(
+        tiny_routed, "mellum", head_dim=16, mtp_layer_types=["sliding_attention"], sliding_window=8
+    ),
     "dense": tiny_qwen3_5,
     "experts": tiny_qwen3_5_moe,
     "next": functools.partial(tiny_qwen3_next, mlp_only_layers=[1]),
@@ -94,6 +99,30 @@ def test_the_head_equals_that_of_transformers(maker: str, tmp_path: Path) -> Non
         wanted = their_head.forward_layer(0, hidden[:, :-1], positions, None, input_ids=tokens[:, 1:])
         step = head.head.step(tokens[:, 1:], head.head.fuse(hidden[:, :-1, None]), positions, UnrolledAttention())
     torch.testing.assert_close(step.normed, wanted, atol=1e-4, rtol=1e-4)
+
+
+WRITERS: dict[str, tuple[str, Callable[..., Path]]] = {
+    "keys and values apart": ("deepseek_v3", written_latent),
+    "keys and values joined": ("deepseek_v3", functools.partial(written_latent, joined=True)),
+    "glm4_moe": ("glm4_moe", lambda path, theirs, head: written(path, theirs, head=("glm4_moe", head))),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_head_of_a_gguf_file_is_that_of_its_original(writer: str, tmp_path: Path) -> None:
+    """Qwen3.5's are in tests/models/test_qwen3_5_gguf.py."""
+    maker, write = WRITERS[writer]
+    theirs, own = save_with_head(tmp_path, 4, MAKERS[maker])
+    layers = theirs.config.num_hidden_layers
+    path = write(tmp_path / "model.gguf", theirs, head=head_state(own, layers))
+    assert has_own_head(path)
+    assert load_config(path).num_hidden_layers == layers
+    heads = [load_own_head(load_model(each, dtype=torch.float32), each) for each in (path, tmp_path)]
+    ours, original = (each.head.state_dict() for each in heads)  # type: ignore[attr-defined]
+    assert ours.keys() == original.keys()
+    for name, weight in original.items():
+        torch.testing.assert_close(ours[name], weight, msg=name, rtol=0, atol=0)
+    assert load_own_head(packed(path, "int8", threads=1), path).name.endswith("(mtp)")
 
 
 def test_the_head_of_a_quantised_checkpoint_is_dequantised(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def stored(decoder: BlockDecoder, features: Tensor, lengths: list[int], step: in
 
 
 def states(decoder: BlockDecoder, anchors: list[int], lengths: list[int], rows: list[int]) -> Tensor:
-    return decoder.run_block(torch.tensor(anchors), lengths, Slots.listed(rows, torch.device("cpu")))
+    slots = Slots.listed(rows, torch.device("cpu"))
+    return decoder.run_block(torch.tensor(anchors), torch.tensor(lengths), max(lengths) + 1, slots)
 
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [(None, 0.02), ("int8", 0.06)])

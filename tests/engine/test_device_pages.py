@@ -20,9 +20,10 @@ from paceline.config import SamplingParams
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.outputs import RequestOutput
 from paceline.core.paged_tables import PagedTables
-from paceline.engine import memory
+from paceline.engine import memory, slot_allocator
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.models.base import AnyModel
 from toy import ToyModel, answers, make_engine, run
 
@@ -131,6 +132,22 @@ def test_random_chats_share_pages_of_a_pool_and_lose_none(
     engine.clear()
     assert [storage.table.used for storage in storages(engine)] == [0] * len(storages(engine))
     engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", "feature"])
+def test_rows_that_give_way_while_a_round_is_in_flight_equal_plain_decoding(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four rows begin that cannot all grow to their three pages."""
+    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    engine = engine_of(drafter, 1.6)
+    params = [SamplingParams(temperature=1.0, max_tokens=160, seed=seed) for seed in range(5)]
+    asked = [(engine.add(Request(prompt_of(10, seed), each)), each) for seed, each in enumerate(params)]
+    while engine.busy:
+        step(engine)
+    assert answers([output for output, _ in asked]) == plain_answers(asked)
+    assert engine.scheduler.preemptions > 0
 
 
 def test_samples_share_their_prompts_pages_and_grow_into_pages_of_their_own() -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from batches import new_batch
+from block_support import tiny_block
 from covering import in_pairs
 from model_support import NATIVE, tiny
 from paceline.config import SamplingParams
@@ -33,6 +34,7 @@ from paceline.core.rows import RowState, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.slots import Slots
 from paceline.core.values import DeviceAcceptance
+from paceline.drafters.heads.block_decoder import TorchBlock, TorchBlockDecoder
 from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
 from paceline.engine.rounds.program import DeviceRound
@@ -47,7 +49,7 @@ from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.by_position import DEPTHS
 from paceline.lengths.cost import CostModel
-from paceline.models.base import Model
+from paceline.models.base import AnyModel, Model
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.load.loading import load_model
@@ -80,10 +82,13 @@ PARAMS = [
     SamplingParams(temperature=t, max_tokens=24 - i, seed=i, n=1 + (i == 1), stop_token_ids=(5,) if i == 3 else ())
     for i, t in enumerate(TEMPERATURES)
 ]
-MODELS: dict[str, tuple[Callable[[], Model], Callable[[], Model]]] = {
+MODELS: dict[str, tuple[Callable[[], Model], Callable[[], AnyModel]]] = {
     "toy": (ToyModel, lambda: ToyModel(blur=0.3)),
     "llama": (tiny_llama, lambda: tiny_llama(1)),
+    "dspark": (tiny_llama, lambda: tiny_block(tiny_llama(), 32, "dspark")),
+    "dflash2": (tiny_llama, lambda: tiny_block(tiny_llama(), 32, "dflash2")),
 }
+BLOCK = {"model": "dspark", "drafter": "feature"}
 
 
 def engine_on(rounds: str, model: str = "toy", **options: Any) -> Engine:
@@ -412,7 +417,10 @@ def test_arrivals_and_aborts_during_a_round_in_flight_affect_no_other_request() 
             assert answer.token_ids == full or index in dropped
 
 
-def test_rows_join_and_leave_without_a_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, BLOCK], ids=str)
+def test_rows_join_and_leave_without_a_wait_for_the_device(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No count of a draft cache's missing tokens is read, and no copy to the device blocks."""
     blocking: list[object] = []
 
@@ -431,11 +439,11 @@ def test_rows_join_and_leave_without_a_wait_for_the_device(monkeypatch: pytest.M
 
         monkeypatch.setattr(Batch, name, watched)
 
-    engine = engine_on("device", max_batch_size=3, prefill_chunk=7)
+    engine = engine_on("device", max_batch_size=3, prefill_chunk=7, **options)
     for name in ("set_row", "set_live", "free_slot"):
         under(name)
     monkeypatch.setattr(DraftDecoder, "missing_tokens", lambda *_: pytest.fail("the host reads the device"))
-    plain = make_engine(ToyModel(), eos=EOS)
+    plain = make_engine(engine.models.target, eos=EOS)
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
     assert [each for each in blocking if each is not True] == []
 
@@ -480,13 +488,17 @@ def test_an_engine_works_after_it_was_cleared_in_flight() -> None:
     assert answers(run(engine, PROMPTS, PARAMS)) == answers(run(plain, PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
-def test_a_round_is_one_launch(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("k", "options"),
+    [(0, {}), (1, {}), (4, {}), (1, BLOCK), (5, BLOCK), (5, BLOCK | {"drafter": "hybrid"})],
+    ids=str,
+)
+def test_a_round_is_one_launch(k: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Except the first round with new rows: the draft model may miss tokens of their prompts."""
     launched: list[object] = []
     run_graph = Graphs.run
     monkeypatch.setattr(Graphs, "run", lambda *given: (launched.append(given[1]), run_graph(*given))[1])
-    engine = engine_on("device", num_speculative_tokens=k)
+    engine = engine_on("device", num_speculative_tokens=k, **options)
     for prompt in PROMPTS[:4]:
         engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
     engine.step()
@@ -617,14 +629,26 @@ WITH_STATES = (lambda: in_torch(tiny_qwen3_5()), lambda: tiny_llama(1))
 WITH_EXPERTS = (lambda: in_torch(tiny(*NATIVE["qwen3_moe"])), lambda: tiny_llama(1))
 
 
-def runner(ops: RoundOps, rule: DeviceAcceptance, model: str = "llama", rows: int = 3, width: int = 1) -> DeviceRound:
+def runner(
+    ops: RoundOps,
+    rule: DeviceAcceptance,
+    model: str = "llama",
+    rows: int = 3,
+    width: int = 1,
+    attention: str = "padded",
+) -> DeviceRound:
     """Return a device round with prefilled rows of different lengths."""
     target, draft = (make() for make in (MODELS | {"hybrid": WITH_STATES, "experts": WITH_EXPERTS})[model])
     batch = new_batch(rows, POSITIONS, VOCAB)
     from paceline.kernels.attention import make_backend
 
-    sizes = make_backend("padded", torch.device("cpu")), rows, POSITIONS, VOCAB
-    decoders = Decoder(target, *sizes), DraftDecoder(draft, *sizes)
+    sizes = make_backend(attention, torch.device("cpu")), rows, POSITIONS, VOCAB
+    decoders = (
+        Decoder(target, *sizes),
+        (TorchBlockDecoder if isinstance(draft, TorchBlock) else DraftDecoder)(draft, *sizes),
+    )
+    if isinstance(decoders[1], TorchBlockDecoder):
+        decoders[0].attach_reader(decoders[1].fused_states)
     for row in range(rows):
         params = SamplingParams(temperature=row / 2, max_tokens=40)
         batch.set_row(row, RowStart(PROMPTS[3 - row], params, sequence_seed(1, row), stop_tokens=(22,)))
@@ -641,7 +665,7 @@ RULES = {
 }
 
 
-@in_pairs(rule=RULES, k=[0, 3], model=["llama", "hybrid"])
+@in_pairs(rule=RULES, k=[0, 3], model=["llama", "hybrid", "dspark", "dflash2"])
 def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) -> None:
     rounds = runner(ReferenceOps(), RULES[rule], model)
     with torch.inference_mode(), NoHostReads():
@@ -654,7 +678,7 @@ def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) ->
             rounds._accept_apart(3, k, StepFeatures(biases=True, masks=True))
 
 
-@pytest.mark.parametrize("model", ["llama", "hybrid"])
+@pytest.mark.parametrize("model", ["llama", "hybrid", "dspark"])
 def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
     rounds = runner(ReferenceOps(), RULES["coupled"], model, width=2)
     with torch.inference_mode(), NoHostReads():
@@ -662,14 +686,21 @@ def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
         rounds.program(3, 3, 64, StepFeatures(cuts=True))
 
 
-@pytest.mark.parametrize(("alone", "rule"), [(True, "coupled"), (False, "coupled"), (False, "rejection")])
-def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule: str) -> None:
-    with_draft = runner(ReferenceOps(), RULES[rule])
+@pytest.mark.parametrize(
+    ("alone", "rule", "model"),
+    [
+        (True, "coupled", "llama"),
+        *((False, rule, model) for rule in ("coupled", "rejection") for model in ("llama", "dflash2")),
+    ],
+)
+def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule: str, model: str) -> None:
+    """One is longer than a block drafter's."""
+    with_draft = runner(ReferenceOps(), RULES[rule], model)
     draft = None if alone else with_draft.draft
     rounds = DeviceRound(with_draft.target, draft, with_draft.batch, RULES[rule], ops=ReferenceOps(), copies=True)
     with torch.inference_mode(), NoHostReads():
         rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
+        rounds.program(3, 6, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
 
 
 @pytest.mark.parametrize("k", [1, 7])
@@ -776,9 +807,11 @@ def test_the_check_for_host_reads_can_fail(read: Callable[[Tensor], object]) -> 
         read(torch.arange(3))
 
 
-@pytest.mark.parametrize("k", [4, "auto"])
-def test_the_loop_reads_only_one_record_per_round(monkeypatch: pytest.MonkeyPatch, k: int | str) -> None:
-    engine = engine_on("device", num_speculative_tokens=k)
+@pytest.mark.parametrize(("k", "options"), [(4, {}), ("auto", {}), (4, BLOCK)], ids=str)
+def test_the_loop_reads_only_one_record_per_round(
+    monkeypatch: pytest.MonkeyPatch, k: int | str, options: dict[str, Any]
+) -> None:
+    engine = engine_on("device", num_speculative_tokens=k, **options)
     for prompt in PROMPTS[:4]:
         engine.add(Request(prompt, SamplingParams(max_tokens=60, seed=1)))
     engine.step()
@@ -849,13 +882,22 @@ def test_costs_of_ngram_drafts_are_measured_with_different_tokens(monkeypatch: p
     assert all(len(set(tokens.tolist())) > 2 for tokens in drafts)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_kernels_and_reference_run_equal_rounds(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "model", "attention"),
+    [
+        *((rule, "llama", "padded") for rule in RULES),
+        ("coupled", "dspark", "ragged"),
+        ("rejection", "dflash2", "ragged"),
+    ],
+)
+def test_kernels_and_reference_run_equal_rounds(rule: str, model: str, attention: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    runners = [runner(ops, RULES[rule]) for ops in (TritonOps(), ReferenceOps())]
+    kernels, torchs = (TritonOps(), attention), (ReferenceOps(), "padded")
+    rows, lengths = (3, (2, 0, 1)) if attention == "padded" else (2, (2, 1))
+    runners = [runner(ops, RULES[rule], model, rows, attention=backend) for ops, backend in (kernels, torchs)]
     with torch.inference_mode():
-        for k in (2, 0, 1):
-            one, other = (read_record(p.run(3, k, 60).read()) for p in runners)
+        for k in lengths:
+            one, other = (read_record(p.run(rows, k, 60).read()) for p in runners)
             assert one == other
 
 
@@ -869,8 +911,9 @@ def test_kernels_and_reference_run_equal_tree_rounds() -> None:
             runners[0].batch.length.copy_(runners[1].batch.length)
 
 
-def test_idle_rows_keep_their_text_and_caches() -> None:
-    rounds = runner(ReferenceOps(), DeviceAcceptance())
+@pytest.mark.parametrize("model", ["llama", "dspark"])
+def test_idle_rows_keep_their_text_and_caches(model: str) -> None:
+    rounds = runner(ReferenceOps(), DeviceAcceptance(), model)
     batch = rounds.batch
     batch.set_live(range(2))  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room

@@ -48,10 +48,10 @@ def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> No
         assert plain is not None
         assert plain.budget.limit >= found.budget.limit
     assert cards.fitted(large, 16) is None
-    longer = cards.fitted(large, 24, max_batch_size=64, max_model_len=32768)
+    longer = cards.fitted(large, 24, max_batch_size=16, max_model_len=32768)
     assert longer is not None
     assert longer.budget.max_rows(32768) == 1
-    assert cards.fitted(large, 24, max_batch_size=64, max_model_len=40960, kv_cache_dtype="int8") is not None
+    assert cards.fitted(large, 24, max_batch_size=16, max_model_len=40960, kv_cache_dtype="int8") is not None
     assert cards.fitted(large, 24, max_batch_size=4, max_model_len=131072) is None
 
 

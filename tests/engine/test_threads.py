@@ -10,7 +10,7 @@ import pytest
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core import cpus
 from paceline.engine import threads
-from paceline.engine.threads import chosen_nodes, engine_threads, fewest_threads, pass_seconds
+from paceline.engine.threads import chosen_nodes, engine_threads, fewest_threads, nodes_of_rank, pass_seconds
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from toy import ToyModel, answers, make_engine, run, tiny_native
@@ -72,8 +72,10 @@ def test_auto_is_all_nodes_if_there_are_several(monkeypatch: pytest.MonkeyPatch)
     assert chosen_nodes("1,0,1") == NODES[::-1]
     with pytest.raises(ParameterError, match=r"numa='0,7' is not allowed: nodes with CPUs .*: 0-1"):
         chosen_nodes("0,7")
+    dealt = [nodes_of_rank(EngineConfig(tensor_parallel=ranks), rank) for ranks in (1, 2, 4) for rank in range(ranks)]
+    assert dealt == [NODES, *((node,) for node in NODES), *((node,) for node in NODES for _ in range(2))]
     monkeypatch.setattr(cpus, "nodes", lambda: NODES[:1])
-    assert chosen_nodes("auto") == ()
+    assert chosen_nodes("auto") == nodes_of_rank(EngineConfig(tensor_parallel=2), 1) == ()
 
 
 @needs_kernels
@@ -95,5 +97,3 @@ def test_an_engine_on_nodes_gives_the_same_text_and_says_where_it_runs(monkeypat
 def test_named_nodes_are_for_the_cpu_kernels() -> None:
     with pytest.raises(ParameterError, match=r"numa='0' .*does not run on the CPU kernels"):
         make_engine(ToyModel(), numa="0")
-    with pytest.raises(ParameterError, match=r"numa='0' .*tensor_parallel=2"):
-        EngineConfig(numa="0", tensor_parallel=2)

@@ -12,5 +12,5 @@ cxx=${CXX:-g++}
 LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     $python -m pytest tests/kernels --ignore=tests/kernels/gpu tests/models/test_native.py tests/engine/test_native_round.py \
-    tests/models/test_native_adapters.py tests/models/test_recurrent.py tests/models/test_recurrent_bits.py tests/drafters/test_mtp.py \
+    tests/models/test_native_adapters.py tests/models/parallel/test_native.py tests/models/test_recurrent.py tests/models/test_recurrent_bits.py tests/drafters/test_mtp.py \
     tests/drafters/test_lookup.py tests/drafters/test_native_head.py -p no:cacheprovider -q --timeout=1200 "$@"

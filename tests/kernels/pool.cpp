@@ -1,6 +1,8 @@
-// The pool of threads without Python: many threads on few CPUs, shared items, a slow thread, sleep. Prints nothing if all
-// holds. tests/kernels/test_pool.py builds it as it is, without futexes, and under ThreadSanitizer.
+// The pool of threads without Python: many threads on few CPUs, shared items, a slow thread, sleep; and the exchange between
+// ranks. Prints nothing if all holds. tests/kernels/test_pool.py builds it as it is, without futexes, and under ThreadSanitizer.
 #include "pool.h"
+
+#include "ranks.h"
 
 #include <sys/resource.h>
 
@@ -78,6 +80,33 @@ double with_a_slow_thread(bool dynamic) {
   return fastest;
 }
 
+// Ranks, each with a pool of its own, complete rows of which they have some columns, a few rows at a time. One rank is late.
+void exchange(int ranks, int turns) {
+  const std::vector<int32_t> edges = {0, 32, 32, 96, 131};  // rank 1 has none
+  const int32_t count = static_cast<int32_t>(edges.size()) - 1, columns = edges.back(), rows = 7;
+  const size_t floats = 3 * 64;  // of three rows
+  std::vector<std::atomic<uint64_t>> memory(exchange_bytes(count, floats) / 8 + 1);
+  std::atomic<int> wrong{0};
+  const auto follow = [&](int32_t rank) {
+    Pool pool(rank % 2 + 1, {});
+    const Ranks own = {rank, count, edges.data(), edges.data(), reinterpret_cast<uint8_t*>(memory.data()), floats};
+    Exchange exchange(own);
+    std::vector<float> all(static_cast<size_t>(rows * columns));
+    for (int turn = 0; turn < turns; ++turn) {
+      const auto number = [&](int i) { return static_cast<float>(turn * rows * columns + i); };
+      for (int i = 0; i < rows * columns; ++i) all[static_cast<size_t>(i)] = i % columns >= edges[rank] && i % columns < edges[rank + 1] ? number(i) : -1.0f;
+      if (rank == 2 && turn % 16 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(4));  // the others sleep meanwhile
+      in_parallel(pool, [&](int thread) { exchange.gather(pool, thread, all.data(), rows, static_cast<size_t>(columns), edges.data()); });
+      for (int i = 0; i < rows * columns; ++i) wrong += all[static_cast<size_t>(i)] != number(i);
+    }
+  };
+  std::vector<std::thread> others;
+  for (int32_t rank = 1; rank < ranks; ++rank) others.emplace_back(follow, rank);
+  follow(0);
+  for (std::thread& other : others) other.join();
+  expect(wrong == 0, std::to_string(wrong) + " numbers of " + std::to_string(ranks) + " ranks are wrong");
+}
+
 // CPU seconds of `seconds` in which a pool of eight threads has nothing to do.
 double idle_cpu_seconds(double seconds) {
   Pool pool(8, {});
@@ -99,6 +128,7 @@ double idle_cpu_seconds(double seconds) {
 
 int main() {
   for (const int threads : {1, 2, 3, 4, 8, 9, 16, 17, 33, 64}) share_items(threads, threads % 3, 6);
+  exchange(4, 100);
   const double equal = with_a_slow_thread(false), dynamic = with_a_slow_thread(true);
   expect(dynamic < 0.8 * equal, "with one slow thread: " + std::to_string(dynamic) + " s shared out, " + std::to_string(equal) + " s in equal shares");
   const double idle = idle_cpu_seconds(0.5);

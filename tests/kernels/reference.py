@@ -64,7 +64,7 @@ def _int8(x: Tensor, weight: Int8Weight) -> Tensor:
 
 
 def _int4(x: Tensor, weight: Int4Weight) -> Tensor:
-    values, scales = quantise_rows(x)
+    values, scales = quantise_rows(x if weight.order is None else x[:, weight.order])
     fine = values.view(values.shape[0], -1, weight.group)
     scales = scales.repeat_interleave(ACTIVATION_GROUP // weight.group, dim=1)
     groups = weight.values.view(*weight.scales.shape, weight.group).double()
@@ -404,7 +404,9 @@ class _ReferenceLinear:
         self.to = to
         self._bias = None if weights.bias is None else weights.bias.float()
         weight = weights.weight
-        self.weight = weight.float() if to == "fp32" else dequantise(weights.rounded(to), weight.shape[1])
+        rounded = None if to == "fp32" else weights.rounded(to)
+        self.weight = weight.float() if rounded is None else dequantise(rounded, weight.shape[1])
+        self._order = rounded.order if isinstance(rounded, Int4Weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(self._rounded(x), self.weight, self._bias)
@@ -414,8 +416,9 @@ class _ReferenceLinear:
             return x
         if self.to == "bf16":
             return x.bfloat16().float()
-        values, scales = quantise_rows(x)
-        return (values.float() * scales[:, :, None]).flatten(1)[:, : x.shape[1]]
+        order = torch.arange(x.shape[1]) if self._order is None else self._order
+        values, scales = quantise_rows(x[:, order])
+        return (values.float() * scales[:, :, None]).flatten(1)[:, order.argsort()]
 
 
 class _ReferenceLayer:

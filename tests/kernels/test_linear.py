@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,17 @@ def test_a_quantised_group_that_is_not_finite_equals_the_references(kernels):
         assert torch.equal(values, expected.flatten())
         torch.testing.assert_close(got, scales[0], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(sums.long(), factor * expected.flatten().view(len(sums), -1).long().sum(dim=1))
+
+
+@in_pairs(kernels=EVERY, inputs=[64, 1100], rows=[1, 5, 33])
+def test_inputs_in_an_order_are_those_of_rows_in_that_order_to_the_bit(kernels, inputs, rows):
+    """GPTQ's activation order: the product gathers its inputs."""
+    x, weight = normal(rows, inputs), pack.quantise(normal(77, inputs, seed=1), "int4")
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    found = run_linear(kernels, x, replace(weight, order=order))
+    assert torch.equal(found, run_linear(kernels, x[:, order].contiguous(), weight))
+    assert close(found, reference.linear(x, replace(weight, order=order)), x, replace(weight, order=order))
+    assert not torch.equal(found, run_linear(kernels, x, weight))
 
 
 @in_pairs(kernels=EVERY, to=FORMATS, inputs=[64, 576, 1100])

@@ -1,4 +1,4 @@
-"""``pool.cpp``: the pool of threads without Python, with 1 to 64 threads; and pools on NUMA nodes."""
+"""``pool.cpp``: the pool of threads without Python, with 1 to 64 threads; pools on NUMA nodes; ranks' exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason=build.what_is_m
 def run(folder: Path, *flags: str) -> None:
     """Build the program with these flags and run it; fails with what it prints."""
     program = folder / "pool"
-    sources = [PROGRAM, *(build.SOURCES / name for name in ("pool.cpp", "system.cpp"))]
+    sources = [PROGRAM, *(build.SOURCES / name for name in ("pool.cpp", "ranks.cpp", "system.cpp"))]
     command = [build.compiler() or "", "-std=c++17", "-O1", "-pthread", f"-I{build.SOURCES}", *flags, *sources]
     subprocess.run([*command, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=600, check=False)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.attention.base import AttentionTerms
 from paceline.kernels.experts import Routing
-from paceline.kernels.pack import Weight
+from paceline.kernels.pack import Format, Int4Weight, Weight, quantise
 from paceline.kernels.spec import ExpertsWeights, Heads, LatentWeights, LayerWeights, LinearWeights, NativeSpec, Rotary
 
 THREADS = 2
@@ -140,6 +143,30 @@ def with_experts(
         return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
 
     return replace(spec, layers=[changed(layer) for layer in spec.layers])
+
+
+def with_orders(spec: NativeSpec) -> NativeSpec:
+    """The spec with 4-bit codes whose inputs are in an order of each matrix, as GPTQ's activation order has them."""
+    seeds = itertools.count()
+
+    def ordered(linear: LinearWeights | None) -> LinearWeights | None:
+        return None if linear is None else replace(linear, read=partial(_in_an_order, linear.weight, next(seeds)))
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        names = ("qkv", "attention_out", "gate_up", "down")
+        parts: dict[str, Any] = {name: ordered(getattr(layer, name)) for name in names}
+        if layer.experts is not None:
+            both = {name: [ordered(one) for one in getattr(layer.experts, name)] for name in ("gate_up", "down")}
+            parts["experts"] = replace(layer.experts, **both)  # type: ignore[arg-type]
+        return replace(layer, **parts)
+
+    return replace(spec, layers=[changed(layer) for layer in spec.layers], ordered=True)
+
+
+def _in_an_order(weight: Tensor, seed: int, to: Format) -> Weight:
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    rounded = quantise(weight[:, order] if to == "int4" else weight, to)
+    return replace(rounded, order=order) if isinstance(rounded, Int4Weight) else rounded
 
 
 def with_sinks(spec: NativeSpec) -> NativeSpec:

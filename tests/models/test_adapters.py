@@ -194,10 +194,19 @@ def test_adapters_are_names_with_directories(adapters: Any, folder: Folder) -> N
         LLM(load_model_of(folder[0] / "model"), adapters=adapters, use_tqdm=False)
 
 
-def test_a_model_of_another_family_has_no_adapters() -> None:
-    kind, fields = FOREIGN["gpt_neox"]
-    with pytest.raises(ParameterError, match="adapters need a model of llama"):
-        attach(load_model(tiny(kind, fields), dtype=torch.float32), {"x": Path("nowhere")}, None)
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (FOREIGN["gpt_neox"], "which runs through transformers' own code; merge the adapter"),
+        (NATIVE["youtu"], "which has latent attention; merge the adapter"),
+        (NATIVE["granite_swa"], "which has attention sinks; merge"),
+    ],
+)
+def test_a_model_without_adapters_is_refused_with_the_reason(model: tuple[str, dict[str, Any]], why: str) -> None:
+    theirs = tiny(*model)
+    spec = None if model == FOREIGN["gpt_neox"] else describe_source(theirs)
+    with pytest.raises(ParameterError, match=why):
+        attach(load_model(theirs, dtype=torch.float32), {"x": Path("nowhere")}, spec)
 
 
 def test_rows_of_another_thread_have_no_adapter() -> None:

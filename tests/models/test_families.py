@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from gguf_support import begun, finish
 from kernels.tools import ragged
 from model_support import LLAMA3_ROPE, NATIVE, YARN_ROPE, Runner, packed, random_tokens, rope, tiny
+from models.test_latent_gguf import add_by_name
 from paceline.core.cache import KVCache
 from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
@@ -169,14 +170,25 @@ _KEYS = {
 }
 
 
-def _written(path: Path, theirs: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Path:
-    """Write a GGUF file by the family's two tables of names. more: metadata that are added or replaced."""
+def _written(
+    path: Path,
+    theirs: PreTrainedModel,
+    more: Mapping[str, Any] | None = None,
+    head: tuple[str, Mapping[str, Tensor]] | None = None,
+) -> Path:
+    """Write a GGUF file by the family's two tables of names. more: metadata that are added or replaced.
+
+    head: llama.cpp's name of the architecture, and tensors of a draft head, named as one more layer.
+    """
     config, family = theirs.config, FAMILIES[theirs.config.model_type]
     form = family.gguf
     described = describe(config)
     assert form is not None
     assert described is not None
-    writer = begun(path, form.architectures[0], config)
+    writer = begun(path, form.architectures[0], config, more_layers=int(head is not None))
+    if head is not None:
+        writer.add_nextn_predict_layers(1)
+        add_by_name(writer, head[0], theirs, head[1])
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -10,24 +11,31 @@ import torch
 from transformers import PreTrainedModel
 
 from gguf_support import begun, finish
-from model_support import NATIVE, VOCABULARY, tiny
+from model_support import NATIVE, tiny
 from paceline.errors import ModelFormatError
 from paceline.models.load.loading import open_checkpoint
 
 _GATING = {"deepseek_v2": gguf.ExpertGatingFuncType.SOFTMAX, "deepseek_v3": gguf.ExpertGatingFuncType.SIGMOID}
 
 
-def write(path: Path, theirs: PreTrainedModel, *, joined: bool = False) -> Path:
-    """Write a model. joined: with one matrix of keys and values, as before llama.cpp had the absorbed form."""
+def write(
+    path: Path, theirs: PreTrainedModel, *, joined: bool = False, head: Mapping[str, torch.Tensor] | None = None
+) -> Path:
+    """Write a model. joined: with one matrix of keys and values, as before llama.cpp had the absorbed form.
+
+    head: tensors of a draft head, named as one more layer.
+    """
     config, kind = theirs.config, theirs.config.model_type
     own, rope = kind == "minicpm3", config.rope_parameters
     name = "minicpm3" if own else "deepseek2"
     joined = joined or own
-    writer = begun(path, name, config)
+    writer = begun(path, name, config, more_layers=int(head is not None))
+    if head is not None:
+        writer.add_nextn_predict_layers(1)
     if not joined:
         writer.kv_data[0].pop(f"{name}.attention.head_count_kv")
         writer.add_head_count_kv(1)
-    writer.add_vocab_size(VOCABULARY)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
     if config.q_lora_rank is not None:
@@ -63,14 +71,29 @@ def write(path: Path, theirs: PreTrainedModel, *, joined: bool = False) -> Path:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), config.num_hidden_layers)
-    for ours, values in theirs.state_dict().items():
-        for called, part in _stored(ours, values, theirs, joined=joined).items():
-            mapped = names.get_name(called, try_suffixes=(".weight", ".bias"))
-            assert mapped is not None, called
-            writer.add_tensor(mapped, part.contiguous().numpy())
+    add_by_name(writer, name, theirs, {**theirs.state_dict(), **(head or {})}, joined=joined)
     finish(writer)
     return path
+
+
+def add_by_name(
+    writer: gguf.GGUFWriter,
+    architecture: str,
+    theirs: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    joined: bool = True,
+) -> None:
+    """Add tensors by llama.cpp's own map of names. architecture: its name in ``MODEL_ARCH``."""
+    blocks = theirs.config.num_hidden_layers + 1
+    own, newer = (  # of heads of deepseek2, which llama.cpp has named since as those of glm4_moe
+        gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), blocks) for name in (architecture, "glm4_moe")
+    )
+    for ours, values in tensors.items():
+        for called, part in _stored(ours, values, theirs, joined=joined).items():
+            mapped = own.get_name(called, (".weight", ".bias")) or newer.get_name(called, (".weight",))
+            assert mapped is not None, called
+            writer.add_tensor(mapped, part.contiguous().numpy())
 
 
 def _stored(name: str, values: torch.Tensor, theirs: PreTrainedModel, *, joined: bool) -> dict[str, torch.Tensor]:

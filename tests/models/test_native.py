@@ -17,6 +17,7 @@ from kernels.tools import (
     with_every_feature,
     with_experts,
     with_latent,
+    with_orders,
     with_sinks,
 )
 from paceline.core.cpus import Node, usable_cpus
@@ -45,6 +46,8 @@ SHAPES = {
     "latent, experts": {},
     "in parallel": {"width": 100, "qk_norm": True, "bias": True, "tied": False},
     "experts, in parallel": {"window": 20},
+    "inputs in an order": {"width": 100, "ffn": 200},
+    "experts, inputs in an order, in parallel": {"bias": True},
 }
 MIXTURES = {
     "experts": {"normalised": False, "count": 21, "used": 4},
@@ -52,6 +55,7 @@ MIXTURES = {
     "experts, gpt-oss": {},
     "latent, experts": {"shared": True, "count": 7},
     "experts, in parallel": {"shared": True, "count": 12, "sigmoid": True, "groups": 4},
+    "experts, inputs in an order, in parallel": {"shared": True, "count": 7},
 }
 LATENT = {"latent": {}, "latent, experts": {"heads": 80, "rank": 64, "query_rank": None}}  # more heads than go together
 EVERY = (*native.available(), *native.emulated())
@@ -67,6 +71,8 @@ def spec_of_shape(shape):
         spec = with_latent(spec, **LATENT[shape])
     if "gpt-oss" in shape:
         spec = with_sinks(spec)
+    if "in an order" in shape:
+        spec = with_orders(spec)
     if "in parallel" in shape:
         return in_parallel(spec)
     return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
@@ -248,9 +254,11 @@ def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
 
 
 @pytest.mark.skipif(len(EVERY) < 2, reason="needs two instruction sets")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_all_instruction_sets_give_the_same_logits_to_the_bit(quantization):
-    spec = random_spec(**SHAPES["qwen2"])
+@pytest.mark.parametrize(
+    ("shape", "quantization"), [("qwen2", "int8"), ("qwen2", "int4"), ("inputs in an order", "int4")]
+)
+def test_all_instruction_sets_give_the_same_logits_to_the_bit(shape, quantization):
+    spec = spec_of_shape(shape)
     tokens, (rows, positions) = some_tokens(spec, 70), ragged({2: 50, 0: 20})
     models = [model_of(spec, kernels, quantization) for kernels in EVERY]
     logits = [model.logits(forward(model, tokens, rows, positions, cache_for(spec))) for model in models]

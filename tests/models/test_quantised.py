@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 import real_models
 from model_support import NATIVE, Runner, packed, random_tokens, tiny
+from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
 from paceline.kernels.pack import Format, dequantise
@@ -23,7 +25,9 @@ from paceline.kernels.spec import LinearWeights
 from paceline.models.files.quantised_tensors import MXFP4Tensor, Parts
 from paceline.models.load.kept_matrices import unread_matrices
 from paceline.models.load.loading import load_model, open_checkpoint
+from paceline.models.load.packed_file import PackedFile
 from paceline.models.native.matrices import Outcome, StoredMatrix
+from paceline.models.native.model import NativeModel
 from quantised_support import CONVERTERS, Converter, awq, compressed, fp8_blocks, gptq, mxfp4_blocks, nvfp4, write
 
 SHAPE = {
@@ -79,7 +83,9 @@ EXACT: dict[str, Format] = {  # what a format holds without any rounding
     "compressed-tensors W8A16 by row": "int8",
     "compressed-tensors W8A8": "int8",
     "compressed-tensors MXFP4": "bf16",
+    "compressed-tensors W4A16 by activation order": "int4",
     "GPTQ": "int4",
+    "GPTQ by activation order": "int4",
     "AutoRound": "int4",
 }
 LOWS_ROUNDED = {  # codes and scales are kept, the lowest value of a group is rounded to float16
@@ -125,7 +131,7 @@ def test_a_gpu_multiplies_with_the_codes_of_4_bits(name: str, checkpoints: dict)
         x = torch.randn(3, exact.shape[1], generator=torch.Generator().manual_seed(0))
         expected = x @ exact.detach().T
         error = (linears(weights)(x) - expected).norm() / expected.norm()
-        if EXACT.get(name) == "int4" or name in ("compressed-tensors MXFP4", "GPTQ by activation order"):
+        if EXACT.get(name) == "int4" or name == "compressed-tensors MXFP4":
             assert error < 1e-6
         else:
             assert (error < 2e-3) == (name in LOWS_ROUNDED)
@@ -152,11 +158,31 @@ def test_a_gpu_multiplies_with_float8_and_its_own_scales(name: str, checkpoints:
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-@pytest.mark.parametrize(("name", "to"), [("GPTQ", "int4"), ("compressed-tensors W8A8", "int8")])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("GPTQ", "int4"), ("GPTQ by activation order", "int4"), ("compressed-tensors W8A8", "int8")],
+)
 def test_the_kernels_run_on_the_codes(name: str, to: str, checkpoints: dict, caplog: pytest.LogCaptureFixture) -> None:
+    """They round activations alone. A model read from the disk cache has the same bits."""
     caplog.set_level("INFO", "paceline")
-    packed(checkpoints[name][0], to, dtype=torch.bfloat16)  # type: ignore[arg-type]
-    assert re.search(rf"in {to}: 14 (GPTQ|int8) as stored$", caplog.messages[-1])
+    path, theirs = checkpoints[name]
+    model = packed(path, to, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert any(re.search(rf"in {to}: 14 (GPTQ|int8) as stored$", message) for message in caplog.messages)
+    tokens = random_tokens(2, 12)
+
+    def logits(model: NativeModel) -> Tensor:
+        nodes = Nodes(tokens.flatten(), torch.arange(2).repeat_interleave(12), torch.arange(12).repeat(2))
+        return model.logits(model.forward(nodes, KVCache(model.kv_layers, 2, 64, dtype=torch.bfloat16)).hidden)
+
+    found = logits(model)
+    with torch.no_grad():
+        expected = theirs(tokens).logits.flatten(0, 1)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    file = PackedFile(path, torch.bfloat16, to)  # type: ignore[arg-type]
+    file.save(model)
+    again = file.load()
+    assert again is not None
+    assert torch.equal(logits(again), found)
 
 
 def test_experts_in_mxfp4_are_transformers_own() -> None:

@@ -22,7 +22,8 @@ HISTOGRAMS = (
     "e2e_request_latency_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds",
 )  # fmt: skip
 COUNTERS = (
-    "prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
     "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
 )  # fmt: skip
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -200,7 +200,8 @@ def as_document(number: int, custom_id: str | None, result: JobResult) -> dict[s
 
 
 _METRICS = (
-    "cached_tokens", "output_tokens", "rounds", "drafted", "accepted", "acceptance_rate", "mean_acceptance_length",
+    "cached_tokens", "output_tokens", "preempted", "recomputed_tokens", "rounds", "drafted", "accepted",
+    "acceptance_rate", "mean_acceptance_length",
     "drafted_per_position", "accepted_per_position", "saved_by_sibling", "time_to_first_token", "ms_per_token",
 )  # fmt: skip
 

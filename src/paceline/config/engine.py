@@ -268,8 +268,8 @@ class EngineConfig:
         Help(
             "Bytes that the engine may take. Default: the machine's free memory.",
             more="On Linux CPUs, and with ragged attention on GPUs, rows take memory as they grow: where not all rows "
-            "fit at their longest, requests wait until prompt and ``max_tokens`` fit. Elsewhere all rows have to fit "
-            "at their longest.",
+            "fit at their longest, the last to begin give way, and go on later. Elsewhere all rows have to fit at "
+            "their longest.",
         ),
     ] = None
 
@@ -293,15 +293,12 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         """Raise ParameterError for options that ranks which share a model do not support."""
         one, ranks = "with tensor_parallel=1", f"with tensor_parallel={self.tensor_parallel}"
-        whole = f"'auto', 'padded', 'split' or 'ragged' {ranks}: the CPU kernels run whole models"
-        check(self.attention != "native", "attention", self.attention, whole)
-        sockets = "which uses all sockets of a machine (numa)"
-        check(self.quantization is None, "quantization", self.quantization, f"None {ranks}; others {one}, {sockets}")
         caches = f"'auto' {ranks}, whose caches are kept in dtype; others {one}"
         check(self.kv_cache_dtype == "auto", "kv_cache_dtype", self.kv_cache_dtype, caches)
-        batch = f"False {ranks}: the order in which ranks add up may depend on the batch; True {one}"
+        batch = f"False {ranks}: bits never depend on the batch on the CPU kernels, and may in torch; True {one}"
         check(not self.deterministic, "deterministic", self.deterministic, batch)
-        check(self.numa in ("auto", "off"), "numa", self.numa, f"'auto' or 'off' {ranks}; others {one}")
+        files = f"None {ranks}, each of which has a part of the keys and values; others {one}"
+        check(self.prefix_dir is None, "prefix_dir", self.prefix_dir, files)
 
     def _check_acceptance(self) -> None:
         acceptance = self.acceptance

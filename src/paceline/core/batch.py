@@ -51,9 +51,10 @@ class ParallelSample(NamedTuple):
 class RowStart:
     """Initial state of a sequence.
 
-    tokens: the prompt. seed: noise key of the sequence. stop_tokens: tokens that end the answer. constraint: restricts
-    the answer and belongs to this sequence only; None allows any token. sample: the request group whose texts n-gram
-    drafts may copy from. deadline: end of the time budget in seconds of time.monotonic.
+    tokens: the prompt, and the answer so far. seed: noise key of the sequence. stop_tokens: tokens that end the answer.
+    constraint: restricts the answer and belongs to this sequence only; None allows any token. sample: the request group
+    whose texts n-gram drafts may copy from. deadline: end of the time budget in seconds of time.monotonic.
+    answer_tokens: number of last tokens that are the answer's.
     """
 
     tokens: list[int]
@@ -63,6 +64,7 @@ class RowStart:
     constraint: Constraint | None = None
     sample: ParallelSample | None = None
     deadline: float = math.inf
+    answer_tokens: int = 0
 
 
 class StopDrafting(Protocol):
@@ -291,14 +293,15 @@ class Batch:
         """Begin a new sequence in ``slot``, which no live row may have. It decodes once ``set_live`` has named it."""
         assert slot not in self.slots, f"slot {slot} belongs to a live row"
         size, allowed = len(start.tokens), start.params.num_speculative_tokens
-        limit = min(size + start.params.max_tokens, self.positions)
+        prompt = size - start.answer_tokens
+        limit = min(prompt + start.params.max_tokens, self.positions)
         most = MAX_SPECULATION_LENGTH if allowed is None else allowed
         self._host_rows[slot] = _HostRow(size, limit, most, start.deadline, start.sample)
         store(self.text[slot, :size], start.tokens)
         self.length[slot].fill_(size)
         self.limit[slot].fill_(limit)
         store(self.stops[slot], (*start.stop_tokens, *_NO_STOPS)[:MAX_STOP_TOKENS])
-        self.sampling.set(slot, start.params, start.seed, size, start.stop_tokens, start.constraint)
+        self.sampling.set(slot, start.params, start.seed, prompt, start.stop_tokens, start.constraint)
 
     def length_of(self, slot: int) -> int:
         """Tokens of the sequence in ``slot``."""

@@ -6,7 +6,8 @@ Elsewhere every CPU counts as a core of its own, and there are no nodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def nodes(devices: Path = DEVICES) -> tuple[Node, ...]:
         for number, path in found
     )
     return tuple(node for node in all_nodes if node.cpus)
+
+
+@contextmanager
+def pinned(to: Sequence[Node]) -> Iterator[None]:
+    """Run this thread, and threads that it starts, on the CPUs of these nodes inside the context; none: anywhere."""
+    if not to:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [cpu for node in to for cpu in node.cpus])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -49,6 +49,8 @@ class Metrics:
     """Cost of one answer. Points in time are in seconds of time.monotonic.
 
     cached_tokens: prompt tokens whose keys and values were copied from an earlier prefill.
+    preempted: times that the row gave way to older ones, because memory was short. recomputed_tokens: of prompt and
+        answer, that were therefore read again.
     rounds: target passes that decoded the answer, without prefill.
     drafted, accepted: number of draft tokens verified, and of those accepted.
     drafted_per_position, accepted_per_position: rounds whose verified draft was at least 1, 2, ... tokens deep, and
@@ -64,6 +66,8 @@ class Metrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    preempted: int = 0
+    recomputed_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -16,8 +16,9 @@ from paceline.drafters.base import Equipment
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.block_decoder import BlockDecoder, BlockModel
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchHeadDecoder
-from paceline.drafters.model import ComputeLogits, ModelDrafter
+from paceline.drafters.model import ModelDrafter
 from paceline.errors import ParameterError
+from paceline.models.decoding.draft_decoder import ComputeLogits
 from paceline.models.decoding.passes import FeatureReader
 
 
@@ -44,8 +45,7 @@ class FeatureDrafter(ModelDrafter):
         self._model = cast(HeadModel, decoder.model)
         self.one_pass = isinstance(self._model, BlockModel)  # others score token by token
         self._pass: DraftPass | None = None  # of the round's chains
-        # captured rounds sample one token after the other
-        self.on_device = self._native is None and self._model.captured and not self._model.one_pass
+        self.on_device = self._native is None and self._model.captured
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> FeatureDrafter:
@@ -87,9 +87,8 @@ class FeatureDrafter(ModelDrafter):
     def _reading(self, batch: Batch, k: int) -> ComputeLogits:
         if not self._model.one_pass:
             return super()._reading(batch, k)
-        found = self._pass = self._draft_pass(batch, k)
-        everyone = torch.arange(batch.rows, device=batch.device)
-        return lambda draft_tokens: found.logits(everyone, _path(batch, draft_tokens))[:, None]
+        self._pass = self._draft_pass(batch, k)
+        return self._pass.chain(batch.pending())
 
     def _draft_pass(self, batch: Batch, k: int) -> DraftPass:
         missing = self._missing(batch)  # a large backlog is read here

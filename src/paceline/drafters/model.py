@@ -16,10 +16,7 @@ from paceline.drafters.branches import draft_of
 from paceline.drafters.growth import Growth
 from paceline.drafters.heads.decoder import HeadDecoder
 from paceline.errors import ParameterError
-from paceline.models.decoding.draft_decoder import USUAL_MISSING, DraftDecoder
-
-# From the draft tokens so far, [B, n], to the draft model's logits after them, [B, 1, V].
-ComputeLogits = Callable[[Tensor], Tensor]
+from paceline.models.decoding.draft_decoder import USUAL_MISSING, ComputeLogits, DraftDecoder
 
 # From these logits and the draft tokens so far to the next draft token of each row, [B, 1], and whether to go on.
 SampleNext = Callable[[Tensor, Tensor], tuple[Tensor, bool]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config import EngineConfig
@@ -15,6 +16,7 @@ from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
 from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
+from paceline.engine.threads import nodes_of_rank
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.profile import Identity
@@ -59,10 +61,10 @@ class EngineDescription:
         attention = "native" if isinstance(target, FlatModel) else self.parts.target.backend.name
         return attention if self.device_round is None else f"{attention}, rounds by the device"
 
-    def describe(self, rounds: RoundLoop, prefixes: str) -> str:
+    def describe(self, rounds: RoundLoop, preemptions: str, prefixes: str) -> str:
         """Return one line that says what runs, and why not something else.
 
-        rounds: those that have run so far. prefixes: what became of cached ones.
+        rounds: those that have run so far. preemptions: how many. prefixes: what became of cached ones.
         """
         config, drafter = self.config, self.parts.drafter
         speculation = "no speculation"
@@ -78,7 +80,7 @@ class EngineDescription:
             f"{'embeddings only, without an output head; ' if self.models.embeds_only else ''}"
             f"{speculation}; "
             f"attention {self._describe_attention()}{self._describe_caches()}; {self._describe_rounds(rounds)}"
-            f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}"
+            f"{self.fitted.rows} rows of {self.fitted.positions} tokens{self._describe_room()}{preemptions}"
             f"{self._describe_prefixes(prefixes)}"
         )
 
@@ -92,10 +94,23 @@ class EngineDescription:
         """Name the NUMA nodes of the threads, and say whether the weights lie there; empty without nodes."""
         target = self.models.target
         if not self.nodes or not isinstance(target, NativeModel):
-            return ""
-        nodes = " and ".join(f"{node.number} (CPUs {ranges(node.cpus)})" for node in self.nodes)
+            return self._describe_ranks([])
+        if target.is_part:
+            return self._describe_ranks(
+                [nodes_of_rank(self.config, rank) for rank in range(self.config.tensor_parallel)]
+            )
         placed = target.packed_decoder.nodes == self.nodes
-        return f" on NUMA nodes {nodes}, weights {'divided between them' if placed else 'where they were loaded'}"
+        where = "divided between them" if placed else "where they were loaded"
+        return f" on NUMA nodes {_list_nodes(self.nodes)}, weights {where}"
+
+    def _describe_ranks(self, nodes: Sequence[Sequence[Node]]) -> str:
+        """Say what each rank on the CPU kernels has, and on which nodes; empty for one process."""
+        target = self.models.target
+        if not isinstance(target, NativeModel) or not target.is_part:
+            return ""
+        where = "; ".join(f"rank {rank} on NUMA nodes {_list_nodes(own)}" for rank, own in enumerate(nodes))
+        size = f"{target.weight_bytes() / GIB:.2f} GiB of weights and {target.kv_heads} key heads on rank 0"
+        return f" a rank ({size}{'; ' if where else ''}{where})"
 
     def _describe_width(self) -> str:
         """Name the width of trees; empty for chains."""
@@ -167,6 +182,8 @@ class EngineDescription:
             return f"{self._describe_device_rounds(self.device_round, rounds)}; "
         if runs_native_rounds(self.models.target):
             return f"{self._describe_kernel_rounds()}; "
+        if isinstance(self.models.target, NativeModel):
+            return "rounds by the host (ranks share the target); "
         if self.models.target.device.type != "cuda":
             return ""
         has_ranks = self.config.tensor_parallel > 1 and self.config.rounds == "auto"
@@ -187,6 +204,10 @@ class EngineDescription:
             return f"rounds by the host ({reason})"
         exception = " (step by step: draft tokens with probabilities)" if self.parts.drafter.has_probabilities else ""
         return f"rounds by the kernels{exception}"
+
+
+def _list_nodes(nodes: Iterable[Node]) -> str:
+    return " and ".join(f"{node.number} (CPUs {ranges(node.cpus)})" for node in nodes)
 
 
 def _drafter_identity(config: EngineConfig, draft: AnyModel | None) -> str:

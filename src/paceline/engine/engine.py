@@ -39,7 +39,7 @@ from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator
-from paceline.engine.threads import chosen_nodes, engine_threads
+from paceline.engine.threads import engine_threads, nodes_of_rank
 from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
@@ -113,7 +113,7 @@ class Engine:
         """Return the NUMA nodes of the CPU kernels. Raises ParameterError if they are named, but not used."""
         numa = self.config.numa
         if self._on_kernels:
-            return chosen_nodes(numa)
+            return nodes_of_rank(self.config)
         if numa in ("auto", "off"):
             return ()
         raise ParameterError("numa", numa, "'auto' or 'off': the target does not run on the CPU kernels")
@@ -303,7 +303,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what runs, and why a faster path does not."""
-        return self._description.describe(self.rounds, self.slots.describe())
+        return self._description.describe(self.rounds, self.scheduler.describe(), self.slots.describe())
 
     @ignore_torch_context
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from paceline.core.hardware import resolve_device, resolve_dtype, threads_per_ra
 from paceline.drafters.heads.assistant_loading import is_assistant
 from paceline.drafters.heads.decoder import HeadModel
 from paceline.drafters.heads.loading import load_head_for, runs_natively
+from paceline.engine.threads import nodes_of_rank
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.models.base import AnyModel
 from paceline.models.description.shards import ModelShard
@@ -85,12 +86,15 @@ def load_target(
         return _load_adapted(source, config, stages, adapters)
     if config.tensor_parallel == 1:
         return _load(source, config, stages)
-    from paceline.models.parallel.launch import lead
+    from paceline.models.parallel.launch import lead, on_one_machine
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
     threads = config.threads or threads_per_rank(share.ranks)
+    dtype = load_dtype(config, lambda: on_one_machine() and would_run_natively(source, device, config.attention))
+    options = ModelOptions(dtype, device, config.attention, config.quantization)
+    nodes = [nodes_of_rank(config, rank) for rank in range(share.ranks)]
     stages.begin(f"reading {name_of(source)} in {share.ranks} processes")
-    return lead(source, share, load_dtype(config), device, threads)
+    return lead(source, share, options, threads, nodes)
 
 
 def _load_adapted(

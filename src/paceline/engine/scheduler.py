@@ -36,9 +36,11 @@ class Scheduler:
     slots: gives each sequence its slot.
     chunks: decides what is prefilled next.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
+    preempted: sequences that had a slot and gave way, in the order in which they get one again, before those that wait.
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     final, watched: see ``Engine.expect``.
     answers: lengths of recent answers.
+    preemptions: how often sequences gave way. recomputed_tokens: tokens that were therefore read again.
     """
 
     batch: Batch
@@ -46,21 +48,34 @@ class Scheduler:
     slots: SlotAllocator
     chunks: PrefillChunker
     waiting: Waiting[Sequence] = field(default_factory=Waiting)
+    preempted: list[Sequence] = field(default_factory=list)
     prefilling: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     in_flight: int = 0
     final: bool = False
     watched: bool = True
     answers: AnswerLengths = field(default_factory=AnswerLengths)
+    preemptions: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def draining(self) -> bool:
         """Whether the decoding rows are the last ones."""
-        return self.final and not self.waiting and not self.prefilling
+        return self.final and not (self.waiting or self.preempted or self.prefilling)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.waiting or self.preempted or self.prefilling or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self.waiting) + len(self.preempted)
+
+    @property
+    def unfinished(self) -> Iterator[Sequence]:
+        """The sequences of all queues."""
+        return chain(self.waiting, self.preempted, self.prefilling, self.running)
 
     @property
     def in_use(self) -> list[Sequence]:
@@ -74,8 +89,9 @@ class Scheduler:
         or gained their first token.
         """
         ended = self.overdue(time.monotonic())
+        self._reserve()
         while (limit := self.admissible) > 0:
-            ended += self._begin(self.waiting.turn(limit))
+            ended += self._begin([self.preempted.pop(0)] if self.preempted else self.waiting.turn(limit))
         if not self.prefilling:
             return ended
         ended += self._join()
@@ -87,7 +103,29 @@ class Scheduler:
     @property
     def admissible(self) -> int:
         """Number of samples of the next request that there are free slots and memory for."""
-        return self.slots.num_free_for(self.waiting.first) if self.waiting else 0
+        if not (self.preempted or self.waiting):
+            return 0
+        return self.slots.num_free_for(self.preempted[0] if self.preempted else self.waiting.first)
+
+    def describe(self) -> str:
+        """Say how often sequences gave way; empty if none has."""
+        if not self.preemptions:
+            return ""
+        return f", {self.preemptions} gave way for others, {self.recomputed_tokens} tokens were read again"
+
+    def _reserve(self) -> None:
+        """Reserve memory for the next round of each row. If it is short, the sequences of the lowest rank give way."""
+        for sequence in self.slots.by_rank if self.slots.room.is_short else ():
+            while sequence.slot >= 0 and not self.slots.grow(sequence, self.in_flight):
+                self._preempt(self.slots.by_rank[-1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Let a sequence give way: it waits for a slot, and its prompt and answer so far are then read again."""
+        self.slots.preempt(sequence)
+        self.preempted.insert(0, sequence)  # those that gave way before it have lower ranks
+        self.preemptions += 1
+        self.prefilling = [other for other in self.prefilling if other is not sequence]
+        self._set_running([other for other in self.running if other is not sequence])
 
     def _begin(self, turn: list[Sequence]) -> list[Sequence]:
         """Give slots to samples of one request. If one fails to start, only its request ends; return its samples."""
@@ -102,7 +140,11 @@ class Scheduler:
         return []
 
     def _start(self, sequence: Sequence, rows_soon: int) -> None:
-        if sequence.budget_from_row and sequence.params.time_budget is not None:
+        if (
+            sequence.budget_from_row
+            and sequence.params.time_budget is not None
+            and not math.isfinite(sequence.deadline)
+        ):
             sequence.deadline = time.monotonic() + sequence.params.time_budget
         self.slots.take(sequence)
         self.prefilling.append(sequence)
@@ -128,7 +170,7 @@ class Scheduler:
 
     def _rows_soon(self, begun_now: int) -> int:
         """Number of rows decoding once the sequences being started and all waiting sequences have been admitted."""
-        return min(self.batch.max_rows, len(self.slots.used) + begun_now + len(self.waiting))
+        return min(self.batch.max_rows, len(self.slots.used) + begun_now + self.num_waiting)
 
     def _prefill(self) -> dict[int, Tensor]:
         """Feed one chunk; none if the next round would then end after a deadline.
@@ -183,7 +225,7 @@ class Scheduler:
 
     @property
     def _any_deadline(self) -> bool:
-        return any(s.deadline < math.inf for s in chain(self.waiting, self.prefilling, self.running))
+        return any(sequence.deadline < math.inf for sequence in self.unfinished)
 
     def _feed(self, index: int, parts: list[PromptSlice]) -> dict[int, Tensor]:
         """Feed the chunk to one decoder, but no tokens that were copied from another slot. Returns as ``_prefill``."""
@@ -210,6 +252,7 @@ class Scheduler:
         if not ending:
             decoder.prefill(self.batch, slots, starts, stops)
         for sequence, stop in read:
+            self._count_again(index, sequence, stop)
             sequence.num_computed[index] = stop
             if index == 0 and sequence.scope.kept is not None:
                 # at the end, too, where a draft model may still have to read the prompt
@@ -228,7 +271,14 @@ class Scheduler:
         hidden = target.read(self.batch, [s.slot for s, _ in read], starts, [stop for _, stop in read])
         collect(target, list(zip((s.reading for s, _ in read), starts, hidden, strict=True)))
         for sequence, stop in read:
+            self._count_again(0, sequence, stop)
             sequence.num_computed[0] = stop
+
+    def _count_again(self, index: int, sequence: Sequence, stop: int) -> None:
+        """Count the tokens up to ``stop`` that the target reads once more."""
+        again = max(0, min(stop, sequence.lost_tokens) - sequence.num_computed[0]) if index == 0 else 0
+        self.recomputed_tokens += again
+        sequence.output.metrics.recomputed_tokens += again
 
     def _gain_first_tokens(self, ends: dict[int, Tensor]) -> list[Sequence]:
         """Give prompts that were read to their end their first token, without a round. Return what has changed."""
@@ -317,7 +367,7 @@ class Scheduler:
 
     def drop(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[Sequence]:
         """Finish every unfinished sequence of a request, in whatever queue. Return them."""
-        dropped = [s for s in (*self.waiting, *self.prefilling, *self.running) if s.request_id == request_id]
+        dropped = [sequence for sequence in self.unfinished if sequence.request_id == request_id]
         for sequence in dropped:
             finish(sequence, reason, time.monotonic())
             sequence.output.error = sequence.output.error or error
@@ -326,10 +376,11 @@ class Scheduler:
 
     def clear(self) -> None:
         """Finish all sequences and empty all rows, whatever state an interrupted round has left."""
-        for sequence in (*self.waiting, *self.prefilling, *self.running):
+        for sequence in self.unfinished:
             if not sequence.output.finished:
                 finish(sequence, "abort", time.monotonic())
         self.waiting.clear()
+        self.preempted.clear()
         self.prefilling.clear()
         self._set_running([])
         self.slots.clear()
@@ -362,12 +413,13 @@ class Scheduler:
         for sequence in self.prefilling:
             started = sequence.num_computed[0] > sequence.output.metrics.cached_tokens
             yield sequence, seconds + self.chunks.least_seconds(sequence.prefilled) if started else 0.0
-        for sequence in self.waiting:
+        for sequence in chain(self.waiting, self.preempted):
             yield sequence, 0.0
 
     def sweep(self) -> None:
         """Remove finished sequences from every queue and slot."""
         self.waiting.keep(s for s in self.waiting if not s.output.finished)
+        self.preempted = [s for s in self.preempted if not s.output.finished]
         self._release_finished()
 
     def check_integrity(self) -> None:

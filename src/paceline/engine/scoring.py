@@ -47,6 +47,10 @@ class PromptReading(ABC):
     def copy(self, tokens: int, source: PromptReading | None) -> None:
         """Take over what the hidden states of the first ``tokens`` tokens would give; see ``reusable``."""
 
+    @abstractmethod
+    def again(self) -> PromptReading:
+        """Return what to collect when the text is read again from its beginning."""
+
     @property
     @abstractmethod
     def is_nan(self) -> bool:
@@ -92,6 +96,10 @@ class PromptScores(PromptReading):
             assert isinstance(source, PromptScores)
             self.note(source.logprobs[self.known : tokens + 1])
 
+    def again(self) -> PromptScores:
+        """Itself: what it has is not collected twice."""
+        return self
+
     def note(self, logprobs: Sequence[TokenLogprob | None]) -> None:
         """Take the next log-probabilities."""
         known, self.known = self.known, self.known + len(logprobs)
@@ -130,6 +138,11 @@ class PooledStates(PromptReading):
 
     def copy(self, tokens: int, source: PromptReading | None) -> None:
         """Nothing: no token is copied."""
+
+    def again(self) -> PooledStates:
+        """Itself without the sum, which every token is added to anew."""
+        self.total = None
+        return self
 
     @property
     def is_nan(self) -> bool:

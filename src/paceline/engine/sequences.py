@@ -43,15 +43,17 @@ class Sequence:
     budget_from_row: whether the deadline is set when it gets a slot.
     rivals: all samples of its request, if only the best of them are returned.
     scope: which cached prefixes it may reuse, and who may reuse its own.
-    num_computed: during prefill, the prompt tokens in each decoder's cache, the target's first.
+    prefill_text: what prefill reads: the prompt, and after a preemption also the answer so far.
+    num_computed: during prefill, the tokens of ``prefill_text`` in each decoder's cache, the target's first.
     read_by_draft: whether draft models read the prompt, too; if not, they catch up before their first draft.
     prefix_reader: another sequence, which is reading the first ``prefix_stop`` tokens of the prompt for both.
     prefix_file: a file that is being read, which has the first tokens of the prompt.
+    lost_tokens: first tokens of ``prefill_text`` that had been computed before a preemption.
     reading: what is collected from the prompt's hidden states; None for most sequences.
     only_read: whether it ends with its prompt, all of whose tokens are then prefilled.
     state_stops: numbers of first tokens that other prompts have, too: prefill pauses there to save recurrent states.
     slot: its place in caches and in the batch; -1 while it waits.
-    reserved_tokens: cache positions reserved for it, once it has a slot.
+    reserved_tokens: cache positions reserved for it, once it has a slot. They grow with its answer.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class Sequence:
     client: str = ""
     priority: int = 0
     scope: Scope = field(default_factory=Scope)
+    prefill_text: list[int] = field(init=False, repr=False)
     num_computed: list[int] = field(default_factory=lambda: [0])
     read_by_draft: bool = True
     prefix_reader: Sequence | None = field(default=None, repr=False)
@@ -78,12 +81,30 @@ class Sequence:
     state_stops: set[int] = field(default_factory=set)
     slot: int = -1
     reserved_tokens: int = 0
+    lost_tokens: int = 0
     budget_from_row: bool = False
+
+    def __post_init__(self) -> None:
+        self.prefill_text = self.prompt
 
     @property
     def prefilled(self) -> int:
-        """Prompt tokens in the caches of all models that read the prompt."""
+        """Tokens of ``prefill_text`` in the caches of all models that read it."""
         return min(self.num_computed) if self.read_by_draft else self.num_computed[0]
+
+    def note_cached(self, tokens: int) -> None:
+        """Count prompt tokens that need not be read. After a preemption they are no longer the request's saving."""
+        if not self.output.metrics.preempted:
+            self.output.metrics.cached_tokens += tokens
+
+    def lose_slot(self, computed: int) -> None:
+        """Wait for another slot, where prompt and answer so far are read. computed: tokens that the caches had."""
+        if self.reading is not None:
+            self.reading = None if self.is_prefilled else self.reading.again()
+        self.prefill_text, self.num_computed = self.prompt + self.output.token_ids, [0]
+        self.prefix_reader, self.prefix_stop, self.prefix_file = None, 0, None
+        self.slot, self.reserved_tokens, self.lost_tokens = -1, 0, max(computed, self.lost_tokens)
+        self.output.metrics.preempted += 1
 
     def ends_by(self, now: float) -> bool:
         """Whether the deadline is at or before ``now``."""
@@ -95,11 +116,13 @@ class Sequence:
 
     @property
     def wait_is_over(self) -> bool:
-        """Whether the prefix that it waits for has been read, or the sequence that was to read it has ended."""
+        """Whether the prefix that it waits for has been read, or the sequence that was to read it has left its slot."""
         if self.prefix_file is not None:
             return self.prefix_file.tensors.done()
         reader = self.prefix_reader
-        return reader is not None and (reader.output.finished or reader.prefilled >= self.prefix_stop)
+        if reader is None:
+            return False
+        return reader.output.finished or reader.slot < 0 or reader.prefilled >= self.prefix_stop
 
     @property
     def feeding_order(self) -> tuple[int, int, float]:
@@ -108,8 +131,8 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """Prompt tokens to prefill: all but the last one, which the first round reads if there is one."""
-        return len(self.prompt) if self.only_read else len(self.prompt) - 1
+        """Tokens to prefill: all but the last one, which the first round reads if there is one."""
+        return len(self.prefill_text) - (not self.only_read)
 
     def collects(self, stop: int) -> bool:
         """Whether hidden states of the prompt's tokens up to ``stop`` are wanted, at least the last one's."""

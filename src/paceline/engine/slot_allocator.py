@@ -29,6 +29,11 @@ from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
 from paceline.errors import NotFiniteError
 
+# Tokens that a row's memory grows by at least, or by a quarter of its text: what a preempted row reads again is then
+# a few times what others have gained by it.
+STRETCH = 256
+_GROWTH = 4
+
 
 class PrefixSource(NamedTuple):
     """A slot, and how many of its first tokens a prompt can copy; (-1, 0): there is none."""
@@ -48,9 +53,10 @@ class SlotAllocator:
     its prompt that any slot holds, and waits for a longer one that another sequence is about to read.
 
     parts: their decoders hold the caches; drafter and policy are told when sequences begin and end.
-    room: memory of the caches. If it is short, a sequence starts only if its largest size fits beside the largest
-        sizes of all others, so that each can finish. Prefixes give way, the least recently used first.
-    used: the sequences that have a slot, in the order in which they began.
+    room: memory of the caches. If it is short, each sequence has a reservation, for its text and a stretch of its
+        answer, which grows with it. A sequence starts only if it and all others can grow once more. Prefixes give way
+        first, the least recently used before others, then the sequences that began last (``by_rank``).
+    used: the sequences that have a slot, in the order in which they got it.
     files: where prefixes are kept that give way; None: nowhere.
     readings: by slot, what is collected from the hidden states of its text during prefill. Only the last finished
         text's is kept, because it may be far larger than the text.
@@ -73,9 +79,43 @@ class SlotAllocator:
         free = self.batch.max_rows - len(self.used)
         if free == 0 or not self.room.is_short:
             return free
-        each = self.room.bytes_for(self._max_cache_tokens(sequence))
-        each -= self._shareable_bytes(self._source_in_use(sequence))
-        return min(free, max(0, self.room.limit - self.reserved_bytes) // max(1, each))
+        first = self._positions(sequence, len(sequence.prefill_text))
+        needed = self.room.bytes_for(first) - self._shareable_bytes(self._source_in_use(sequence))
+        spare = self.room.limit - self.reserved_bytes - needed
+        spare -= sum(self._growth(other, other.reserved_tokens) for other in self.used.values())
+        return 0 if spare < 0 else min(free, 1 + spare // max(1, needed + self._growth(sequence, first)))
+
+    @property
+    def by_rank(self) -> list[Sequence]:
+        """The sequences that have a slot. Each gives way to those before it; the first to none, so that it ends."""
+        return sorted(self.used.values(), key=lambda sequence: sequence.priority)
+
+    def _positions(self, sequence: Sequence, length: int) -> int:
+        """Return the cache positions to reserve when the sequence has ``length`` tokens."""
+        longest = len(sequence.prompt) + sequence.params.max_tokens
+        return self.batch.positions_for(min(length + max(STRETCH, length // _GROWTH), longest))
+
+    def _growth(self, sequence: Sequence, reserved: int) -> int:
+        """Return the bytes by which a reservation of ``reserved`` positions would grow next."""
+        return self.room.bytes_for(self._positions(sequence, reserved)) - self.room.bytes_for(reserved)
+
+    def grow(self, sequence: Sequence, in_flight: int) -> bool:
+        """Reserve what a sequence's next round may write. Return False if there is no memory, even without prefixes.
+
+        in_flight: tokens that it may gain in rounds that were launched.
+        """
+        length = self.batch.length_of(sequence.slot) + in_flight
+        positions = self._positions(sequence, length)
+        if sequence.reserved_tokens >= min(self.batch.positions_for(length), positions):
+            return True
+        more = self.room.bytes_for(positions) - self.room.bytes_for(sequence.reserved_tokens)
+        while more > self._spare_bytes and self.free.prefixes:
+            self._empty(self.free.by_use[0])
+        if more > self._spare_bytes:
+            return False
+        sequence.reserved_tokens = positions
+        self._resize(sequence.slot, positions)
+        return True
 
     @property
     def reserved_bytes(self) -> int:
@@ -107,17 +147,19 @@ class SlotAllocator:
         return 0 if pools > 1 else sum(spared)
 
     def take(self, sequence: Sequence) -> None:
-        """Give a slot to a sequence, with the part of its prompt that the slot holds."""
-        sequence.reserved_tokens = self._max_cache_tokens(sequence)
+        """Give a slot to a sequence, with the part of its text that the slot holds."""
+        sequence.reserved_tokens = self._positions(sequence, len(sequence.prefill_text))
         slot, cached = self._choose(sequence)
         self._forget(slot, cached)  # the slot is overwritten, even if the start fails
         self._resize(slot, sequence.reserved_tokens)
         self._set_row(slot, sequence)
-        sequence.output.metrics.first_scheduled = time.monotonic()
+        if sequence.output.metrics.first_scheduled is None:
+            sequence.output.metrics.first_scheduled = time.monotonic()
         self.parts.join(slot)
         for decoder in self.parts.decoders:
             decoder.cut_row(slot, cached)
-        sequence.num_computed, sequence.output.metrics.cached_tokens = self._cached(slot, cached), cached
+        sequence.num_computed = self._cached(slot, cached)
+        sequence.note_cached(cached)
         self._copy_reading(slot, sequence, cached)
         self.readings.pop(slot, None)
         if sequence.reading is not None:
@@ -130,9 +172,10 @@ class SlotAllocator:
         """Copy the longest prefix of a prefilling prompt that any slot holds; wait for a prefix being read."""
         cut = self._cut_for(sequence)
         free = {
-            slot: cut(slot, tokens) for slot, tokens in self.free.reusable_by(sequence.prompt, sequence.scope).items()
+            slot: cut(slot, tokens)
+            for slot, tokens in self.free.reusable_by(sequence.prefill_text, sequence.scope).items()
         }
-        used, most = best_source(self._texts_in_use(sequence), sequence.prompt, sequence.scope, cut)
+        used, most = best_source(self._texts_in_use(sequence), sequence.prefill_text, sequence.scope, cut)
         source, tokens = max([(used, most), *free.items()], key=lambda each: each[1])
         if tokens > sequence.num_computed[0]:
             self._copy(source, sequence, tokens)
@@ -142,7 +185,7 @@ class SlotAllocator:
         """Let a sequence wait for a file with more of its prompt than slots hold, if there is one."""
         if self.files is None or sequence.reading is not None:
             return
-        file, length = self.files.find(sequence.prompt, sequence.scope)
+        file, length = self.files.find(sequence.prefill_text, sequence.scope)
         known = max(sequence.num_computed[0], sequence.prefix_stop)
         if file is not None and length - known >= sequence.scope.worth_waiting:
             sequence.prefix_reader, sequence.prefix_stop = None, 0
@@ -164,7 +207,7 @@ class SlotAllocator:
             return
         for decoder, part, tokens in zip(decoders, parts, computed, strict=True):
             decoder.restore_row(sequence.slot, part, min(tokens, found.length), found.length)
-        sequence.output.metrics.cached_tokens += found.length - sequence.num_computed[0]
+        sequence.note_cached(found.length - sequence.num_computed[0])
         counts.read, counts.tokens = counts.read + 1, counts.tokens + found.length - sequence.num_computed[0]
         sequence.num_computed = self._cached(sequence.slot, found.length)
 
@@ -206,16 +249,27 @@ class SlotAllocator:
             self.readings[sequence.slot] = kept
 
     def release(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence; it keeps its prefix, unless that may have NaN."""
-        prefix, slot = CachedPrefix(array("i", self.text(sequence)), sequence.scope), sequence.slot
-        prefix.has_adapter, sequence.prefix_file = sequence.params.adapter is not None, None
+        """Free the slot of a sequence that has ended; it keeps its prefix, unless that may have NaN."""
+        text, slot, sequence.prefix_file = self.text(sequence), sequence.slot, None
         if isinstance(sequence.output.error, NotFiniteError):
-            prefix.tokens = array("i")
+            text = []
             for decoder in self.parts.decoders:
                 decoder.erase_row(slot)
         elif sequence.member is not None and sequence.output.token_ids:
             answer = sequence.prompt[sequence.member.prompt_tail :] + sequence.output.token_ids
             self.parts.drafter.end(slot, sequence.member, answer)
+        self._vacate(sequence, text)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that goes on later. Its text is a prefix like others, which may give way."""
+        text = self.text(sequence)
+        self._vacate(sequence, text)
+        sequence.lose_slot(len(text))
+
+    def _vacate(self, sequence: Sequence, text: list[int]) -> None:
+        """Free the slot of a sequence, which keeps ``text``."""
+        prefix, slot = CachedPrefix(array("i", text), sequence.scope), sequence.slot
+        prefix.has_adapter = sequence.params.adapter is not None
         self.parts.leave(slot)
         self.batch.free_slot(slot, len(prefix.tokens))
         self.parts.target.set_adapter(slot, None)
@@ -247,7 +301,7 @@ class SlotAllocator:
 
     def _choose(self, sequence: Sequence) -> tuple[int, int]:
         """Choose a free slot. Return it, and how many of the prompt's tokens it holds."""
-        prompt, scope = sequence.prompt, sequence.scope
+        prompt, scope = sequence.prefill_text, sequence.scope
         cut, common = self._cut_for(sequence), self.free.reusable_by(prompt, scope)
         reusable = {slot: least for slot, tokens in common.items() if (least := cut(slot, tokens)) > 0}
         self._stop_where_others_part(sequence, max(common.values(), default=0), max(reusable.values(), default=0))
@@ -262,7 +316,7 @@ class SlotAllocator:
     def _source_in_use(self, sequence: Sequence) -> PrefixSource:
         """Return the slot in use that holds most of what the sequence can copy."""
         texts, cut = self._texts_in_use(sequence), self._cut_for(sequence)
-        return PrefixSource(*best_source(texts, sequence.prompt, sequence.scope, cut))
+        return PrefixSource(*best_source(texts, sequence.prefill_text, sequence.scope, cut))
 
     def _stop_where_others_part(self, sequence: Sequence, common: int, reusable: int) -> None:
         """Let prefill pause where the prompt parts from a text whose state was not saved there: others may part there.
@@ -273,19 +327,15 @@ class SlotAllocator:
             return
         if sequence.reading is not None:  # before the first token that is scored, where other choices may part
             sequence.state_stops.add(sequence.reading.reusable(len(sequence.prompt), None))
-        in_use = best_source(self._texts_in_use(sequence), sequence.prompt, sequence.scope)[1]
+        in_use = best_source(self._texts_in_use(sequence), sequence.prefill_text, sequence.scope)[1]
         if (stop := max(common, in_use)) - reusable >= WORTH_WAITING:
             sequence.state_stops.add(stop)
 
     def _set_row(self, slot: int, sequence: Sequence) -> None:
         stop_tokens = tuple(sorted(sequence.stop_tokens))
-        start = sequence.prompt, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
-        self.batch.set_row(slot, RowStart(*start, sequence.deadline))
+        start = sequence.prefill_text, sequence.params, sequence.seed, stop_tokens, sequence.constraint, sequence.member
+        self.batch.set_row(slot, RowStart(*start, sequence.deadline, len(sequence.output.token_ids)))
         self.parts.target.set_adapter(slot, sequence.params.adapter)
-
-    def _max_cache_tokens(self, sequence: Sequence) -> int:
-        """Return the cache positions that the sequence's row may need."""
-        return self.batch.positions_for(len(sequence.prompt) + sequence.params.max_tokens)
 
     @property
     def _spare_bytes(self) -> int:
@@ -391,14 +441,14 @@ class SlotAllocator:
     def text(self, sequence: Sequence) -> list[int]:
         """Return the tokens of a sequence that the target's cache holds, without rejected draft tokens."""
         if not sequence.is_prefilled:
-            return sequence.prompt[: sequence.num_computed[0]]
+            return sequence.prefill_text[: sequence.num_computed[0]]
         computed = max(0, self.batch.length_of(sequence.slot) - 1)
         return [*sequence.prompt, *sequence.output.token_ids][:computed]
 
     def _texts_in_use(self, sequence: Sequence) -> Iterator[tuple[int, list[int], Scope]]:
         """Yield (slot, tokens in its caches, scope) of sequences that may have a common prefix with this one."""
         for slot, other in self.used.items():
-            if may_share_prefix(other.prompt, sequence.prompt, sequence.scope.least):
+            if may_share_prefix(other.prefill_text, sequence.prefill_text, sequence.scope.least):
                 yield slot, self.text(other), other.scope
 
     def _cut_for(self, sequence: Sequence) -> Callable[[int, int], int]:
@@ -416,7 +466,7 @@ class SlotAllocator:
     def _copy(self, source: int, sequence: Sequence, tokens: int) -> None:
         """Copy the first ``tokens`` of a slot to a prefilling sequence's, in all decoders' caches."""
         before = sequence.num_computed[0]
-        sequence.output.metrics.cached_tokens += tokens - before
+        sequence.note_cached(tokens - before)
         for index, cached in enumerate(self._cached(source, tokens)):
             if cached > sequence.num_computed[index]:
                 self.parts.decoders[index].copy_row(source, sequence.slot, cached)
@@ -440,7 +490,8 @@ class SlotAllocator:
             if other is sequence or other.waits or other.is_prefilled:
                 continue
             first, second = sorted((other, sequence), key=lambda prompt: prompt.feeding_order)
-            stop = common_prefix_length(first.prompt, second.prompt, min(first.prefill_stop, second.prefill_stop))
+            stops = first.prefill_stop, second.prefill_stop
+            stop = common_prefix_length(first.prefill_text, second.prefill_text, min(stops))
             min_gain = 1 if stop == second.prefill_stop else second.scope.worth_waiting
             if second.reading is not None:
                 stop = second.reading.reusable(stop, first.reading)

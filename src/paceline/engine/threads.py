@@ -87,6 +87,13 @@ def _linears(model: abi.CModelSpec) -> Iterator[abi.CLinear]:
                 yield linear
 
 
+def nodes_of_rank(config: EngineConfig, rank: int = 0) -> tuple[cpus.Node, ...]:
+    """The NUMA nodes of a rank: its share of ``chosen_nodes``; with more ranks than nodes, several have the same."""
+    chosen, ranks = chosen_nodes(config.numa), config.tensor_parallel
+    first, last = (len(chosen) * edge // ranks for edge in (rank, rank + 1))
+    return chosen[first : max(last, first + 1)]
+
+
 def chosen_nodes(numa: str) -> tuple[cpus.Node, ...]:
     """The NUMA nodes that ``EngineConfig.numa`` names; empty: the system places threads and weights.
 

@@ -116,7 +116,7 @@ class CLinear(Structure):
 
     _fields_ = (
         ("weights", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("inputs", c_int32), ("outputs", c_int32),
-        ("format", c_int32), ("group", c_int32),
+        ("format", c_int32), ("group", c_int32), ("order", c_void_p),
     )
 
 
@@ -203,7 +203,8 @@ class CLayer(Structure):
         ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
         ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
         ("balance", c_void_p), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
-        ("convs", POINTER(CBlockConv)), ("changes", POINTER(CLowRank) * 4),
+        ("convs", POINTER(CBlockConv)), ("attended", c_void_p), ("activated", c_void_p),
+        ("changes", POINTER(CLowRank) * 4),
     )
 
 
@@ -236,6 +237,15 @@ class CTokenInputs(Structure):
     )
 
 
+class CRanks(Structure):
+    """csrc: Ranks."""
+
+    _fields_ = (
+        ("rank", c_int32), ("count", c_int32), ("hidden", c_void_p), ("tokens", c_void_p), ("memory", c_void_p),
+        ("floats", c_int64),
+    )
+
+
 class CModelSpec(Structure):
     """csrc: ModelSpec."""
 
@@ -244,7 +254,7 @@ class CModelSpec(Structure):
         ("positions", c_int64), ("layer_count", c_int32), ("width", c_int32), ("epsilon", c_float),
         ("embed_scale", c_float), ("tap_scale", c_float), ("fusion", POINTER(CFusion)), ("recurrent", CRecurrentShape),
         ("inputs", POINTER(CTokenInputs)), ("logits_cap", c_float), ("centred", c_int32), ("places", c_void_p),
-        ("embedding_norm", c_void_p), ("adapters", c_int32),
+        ("embedding_norm", c_void_p), ("adapters", c_int32), ("ranks", POINTER(CRanks)),
     )
 
 
@@ -400,8 +410,8 @@ class CRoundCall(Structure):
 
 STRUCTS: tuple[type[Structure], ...] = (
     CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CBlockConv, CLowRank, CLayer, CFusion,
-    CRecurrentShape, CTokenInputs, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries, CDrawRows,
-    CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+    CRecurrentShape, CTokenInputs, CRanks, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries,
+    CDrawRows, CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_interface": (c_char_p, ()),
@@ -417,6 +427,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_model_new": (NewObject, (c_void_p, c_void_p)),
     "pl_model_free": (None, (c_void_p,)),
     "pl_experts_read": (c_int64, (c_void_p,)),
+    "pl_ranks_ended": (c_int, (c_void_p,)),
     "pl_forward": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int,
         c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_logits": (Problem, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
@@ -440,6 +451,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_lookup_all": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pl_exchange_bytes": (c_size_t, (c_int, c_size_t)),
     "pl_draw": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_accept": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "pl_probabilities": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -448,4 +460,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "88256d27c4fb16f1"
+INTERFACE = "91bc696285330ee6"

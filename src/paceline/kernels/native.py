@@ -39,6 +39,7 @@ from paceline.kernels.abi import (
     NewObject,
     Problem,
 )
+from paceline.kernels.spec import Division
 from paceline.kernels.structs import address
 
 _log = logging.getLogger("paceline.kernels")
@@ -338,6 +339,11 @@ def _layers(taps: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 _NO_TAPS = _layers(()), None
 
 
+def exchange_bytes(kernels: Kernels, division: Division) -> int:
+    """Bytes of the memory in which the ranks of a divided model exchange activations."""
+    return int(kernels.library.pl_exchange_bytes(division.ranks, division.numbers_at_once))
+
+
 def multiply(kernels: Kernels, linear: CLinear, x: Tensor, out: Tensor) -> None:
     """Fill out [N, outputs] with the products of a packed layer and x [N, padded inputs], both float32."""
     place = current_pool(kernels).handle, ctypes.addressof(linear), x.data_ptr(), x.shape[0]
@@ -423,6 +429,11 @@ class NativeDecoder:
         given = ctypes.addressof(call), ctypes.addressof(cache), None
         problem: str | None = self._library.pl_draft(self._handle, self._pool, *given)
         return problem
+
+    @property
+    def ranks_ended(self) -> bool:
+        """Whether the exchange with other ranks has ended: what passes then give is of no use."""
+        return bool(self._library.pl_ranks_ended(self._handle))
 
     def experts_read(self) -> int:
         """Number of experts whose weights were read so far, all layers and passes together."""

@@ -18,7 +18,7 @@ Take: TypeAlias = Callable[[int], Tensor]
 """Allocates a number of bytes; returns uint8."""
 
 # Raise it whenever a checkpoint's packed bytes change, by rounding or by order: files of packed weights depend on it.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 INT4_GROUP = 32
 FLOAT8_GROUP = 128
 _AT_ONCE = 1 << 20  # weights rounded and packed at a time, so that intermediate results stay in the cache
@@ -107,7 +107,10 @@ def fp4_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear layer in the kernels' order. inputs and the stored columns are padded; outputs is the true number."""
+    """A linear layer in the kernels' order. inputs and the stored columns are padded; outputs is the true number.
+
+    order: the input of the layer that each input here is, int32 [inputs]; None: its own.
+    """
 
     format: Format
     weights: Tensor  # uint8
@@ -116,10 +119,11 @@ class Packed:
     inputs: int
     outputs: int
     group: int
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.weights.nbytes + sum(t.nbytes for t in (self.scales, self.bias) if t is not None)
+        return self.weights.nbytes + sum(t.nbytes for t in (self.scales, self.bias, self.order) if t is not None)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -188,7 +192,7 @@ def _int4_codes(groups: Tensor, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def dequantise(weight: Weight, inputs: int) -> Tensor:
-    """The float32 matrix [outputs, inputs] of a quantised weight."""
+    """The float32 matrix [outputs, inputs] of a quantised weight, by the layer's inputs."""
     if isinstance(weight, Bf16Weight):
         return weight.values.float()
     if isinstance(weight, Int8Weight | Float8Weight):
@@ -199,7 +203,8 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
     if isinstance(weight, Fp4Weight):
         return fp4_numbers(weight.values, weight.exponents.repeat_interleave(INT4_GROUP, 1))[:, :inputs]
     groups = weight.values.view(weight.values.shape[0], -1, weight.group).float()
-    return (groups * weight.scales[:, :, None].float() + weight.lows[:, :, None].float()).flatten(1)[:, :inputs]
+    numbers = (groups * weight.scales[:, :, None].float() + weight.lows[:, :, None].float()).flatten(1)[:, :inputs]
+    return numbers if weight.order is None else numbers[:, weight.order.argsort()]
 
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
@@ -275,6 +280,10 @@ def fill(packed: Packed, weight: Weight, bias: Tensor | None = None) -> None:
         packed.scales.copy_(pad(weight.scales, (0, more)))
     if packed.bias is not None and bias is not None:
         packed.bias.copy_(pad(bias, (0, more)))
+    if packed.order is not None:
+        packed.order.copy_(torch.arange(packed.inputs))
+        if isinstance(weight, Int4Weight) and weight.order is not None:
+            packed.order[: len(weight.order)] = weight.order
 
 
 def _some_rows(weight: Weight, first: int, stop: int) -> Weight:
@@ -300,6 +309,8 @@ def pack(weight: Weight, bias: Tensor | None = None) -> Packed:
     group = weight.group if isinstance(weight, Int4Weight) else INT4_GROUP
     outputs, inputs = weight.values.shape
     packed = allocate(outputs, inputs, to, bias is not None, lambda n: torch.empty(n, dtype=torch.uint8), group)
+    if isinstance(weight, Int4Weight) and weight.order is not None:
+        packed = replace(packed, order=torch.empty(packed.inputs, dtype=torch.int32))
     fill(packed, weight, bias)
     return packed
 

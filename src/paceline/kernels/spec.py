@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -19,7 +20,13 @@ ReadWeight: TypeAlias = Callable[[Format], Weight]
 
 
 class ReadMatrix(Protocol):
-    """Reads a matrix while it is packed."""
+    """Reads a matrix while it is packed.
+
+    ordered: whether its codes of 4 bits may have inputs in an order (``Int4Weight.order``).
+    """
+
+    @property
+    def ordered(self) -> bool: ...
 
     def __call__(self, to: Format) -> Weight: ...
 
@@ -326,6 +333,39 @@ class FusionWeights:
 
 
 @dataclass(frozen=True)
+class Division:
+    """A model divided among ranks: the columns that each of them computes, as edges [ranks + 1].
+
+    Rank i computes columns edges[i] to edges[i + 1] - 1. rank: the one whose weights a spec has.
+    hidden: of the hidden states. tokens: of the logits, from multiples of 32 on; every rank has the whole output head.
+    attended, activated: of what the second matrices of attention and of the MLP read, layer by layer.
+    memory: uint8, which all ranks map and which begins with zeros; ``native.exchange_bytes``.
+    """
+
+    rank: int
+    hidden: tuple[int, ...]
+    tokens: tuple[int, ...]
+    attended: tuple[tuple[int, ...], ...]
+    activated: tuple[tuple[int, ...], ...]
+    memory: Tensor
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.hidden) - 1
+
+    @property
+    def numbers_at_once(self) -> int:
+        """Numbers that a rank writes before others read them: of 64 tokens, or of one token's logits."""
+        widest = max(map(_widest, (self.hidden, *self.attended, *self.activated)))
+        return max(64 * widest, _widest(self.tokens))
+
+
+def _widest(edges: Sequence[int]) -> int:
+    return max(last - first for first, last in pairwise(edges))
+
+
+@dataclass(frozen=True)
 class NativeSpec:
     """A whole decoder. head None: tied to the embedding [vocab, width].
 
@@ -337,6 +377,9 @@ class NativeSpec:
     logits_cap: the logits are cap * tanh(logits / cap); None: they are not capped.
     read_from: key heads of the layers of another model's cache, which all layers read; None: the model has its own.
     ahead: how many positions further than its last key a token stands: its rotation, not what it sees.
+    division: of a rank's part of a model, whose layers have the heads and the outputs of that rank.
+    ordered: whether matrices may be read whose 4-bit codes have inputs in an order (``Int4Weight.order``). In int4
+        every matrix is then packed with an order, so that offsets follow from shapes.
     """
 
     width: int
@@ -361,6 +404,8 @@ class NativeSpec:
     centred: bool = False
     positions: Tensor | None = None
     embedding_norm: Tensor | None = None
+    division: Division | None = None
+    ordered: bool = False
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:

@@ -37,6 +37,7 @@ def linear(packed: Packed) -> abi.CLinear:
         outputs=packed.outputs,
         format=FORMATS[packed.format],
         group=packed.group,
+        order=address(packed.order),
     )
 
 

@@ -108,6 +108,7 @@ class Meter:
         self._rounds = self._running = self._waiting = self._capacity = 0
         self._filled = CacheUsage(0, 0, 0)
         self._prefix_counts = PrefixCounts()  # of the engine, as counted so far
+        self._preemptions = self._recomputed = 0  # likewise
         self._arithmetic: Arithmetic | None = None
         self._make_counters()
         self._make_gauges()
@@ -148,6 +149,10 @@ class Meter:
         for event in PrefixCounts.EVENTS:  # 0 until it happens
             self._prefix_events.labels(event)
         self._prefix_tokens = counter("cached_prefix_tokens_reused", "Prompt tokens taken from cached prefixes.")
+        self._preempted = counter(
+            "num_preemptions", "Times that a row gave way to older ones, because memory was short."
+        )
+        self._tokens_again = counter("recomputed_tokens", "Tokens that rows read again after they gave way.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._decoding = counter("decode_seconds", "Seconds spent in decoding rounds, without prefill.")
         self._answers = counter("request_success", "Sequences finished, by reason.", "finished_reason")
@@ -217,16 +222,19 @@ class Meter:
         rows = len(scheduler.running) + len(scheduler.prefilling)
         filled = scheduler.filled
         with self._lock:
-            self._running, self._waiting = rows, len(scheduler.waiting)
+            self._running, self._waiting = rows, scheduler.num_waiting
             self._capacity = engine.batch.max_rows
             self._filled = filled
         self._running_gauge.set(rows)
-        self._waiting_gauge.set(len(scheduler.waiting))
+        self._waiting_gauge.set(scheduler.num_waiting)
         self._usage_gauge.set(filled.fraction)
         self._limit_gauge.set(filled.limit_bytes)
         for kind, size in (("rows", filled.row_bytes), ("prefixes", filled.prefix_bytes)):
             self._bytes_gauge.labels(kind).set(size)
         self._update_prefixes(engine.slots.free)
+        self._preempted.inc(scheduler.preemptions - self._preemptions)
+        self._tokens_again.inc(scheduler.recomputed_tokens - self._recomputed)
+        self._preemptions, self._recomputed = scheduler.preemptions, scheduler.recomputed_tokens
 
     def _update_prefixes(self, pool: FreeSlotPool) -> None:
         self._prefixes_gauge.set(len(pool.prefixes))
@@ -242,7 +250,7 @@ class Meter:
         with self._lock:
             self._running = self._waiting = self._capacity = 0
             self._filled = CacheUsage(0, 0, 0)
-        self._prefix_counts = PrefixCounts()
+        self._prefix_counts, self._preemptions, self._recomputed = PrefixCounts(), 0, 0
         for kind in ("rows", "prefixes"):
             self._bytes_gauge.labels(kind).set(0)
         for gauge in (
@@ -341,7 +349,7 @@ class Meter:
             "%.1f tokens/s; %d running, %d waiting; k = %d, acceptance %s, mean acceptance length %s",
             tokens / min(seconds, now - busy_since),
             len(engine.scheduler.running),
-            len(engine.scheduler.waiting),
+            engine.scheduler.num_waiting,
             rounds[-1].k,
             "-" if acceptance is None else f"{acceptance:.0%}",
             "-" if length is None else f"{length:.2f}",

@@ -44,6 +44,8 @@ class AnswerMetrics(BaseModel):
 
     cached_tokens: int
     output_tokens: int
+    preempted: int
+    recomputed_tokens: int
     rounds: int
     drafted: int
     accepted: int
@@ -64,6 +66,8 @@ class AnswerMetrics(BaseModel):
         return AnswerMetrics(
             cached_tokens=measured.cached_tokens,
             output_tokens=measured.output_tokens,
+            preempted=measured.preempted,
+            recomputed_tokens=measured.recomputed_tokens,
             rounds=measured.rounds,
             drafted=measured.drafted,
             accepted=measured.accepted,

@@ -12,7 +12,7 @@ _OURS, _VLLM = "paceline:", "vllm:"
 _ONE_ENGINE = "0"  # vLLM's number of the engine
 _ALIKE = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
-    "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds",
+    "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_time_per_output_token_seconds", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",

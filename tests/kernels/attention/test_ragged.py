@@ -347,11 +347,10 @@ def test_keys_and_values_in_scattered_pages_give_the_same_bits(
     for plan in plans:
         plan.cache_rows = Slots(order, live=torch.tensor([3], device=DEVICE))
     plans[1].pages = pages
-    side_by_side = backend.attend(q, *cache, plans[0], terms)
-    assert torch.equal(backend.attend(q, *paged, plans[1], terms), side_by_side)
-    expected = ReferenceAttention().attend(
-        q, *(table[1:] for table in paged), replace(plans[1], pages=pages - 1), terms
-    )
+    side_by_side = backend.attend(q, cache[0], cache[1], plans[0], terms)
+    assert torch.equal(backend.attend(q, paged[0], paged[1], plans[1], terms), side_by_side)
+    without_0 = replace(plans[1], pages=pages - 1)
+    expected = ReferenceAttention().attend(q, paged[0][1:], paged[1][1:], without_0, terms)
     torch.testing.assert_close(side_by_side[:3], expected[:3], atol=2e-5, rtol=2e-5)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from block_support import tiny_block
 from kernels.gpu import reference
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.slots import Slots
@@ -79,6 +80,12 @@ def pair(
     return Models(
         Transformer(target, weights, "target", linear=linear()), Transformer(draft, fewer, "draft", linear=linear())
     )
+
+
+def with_block(device: str, kind: str) -> Models:
+    """The same target, and a random block drafter."""
+    target = pair(device).target
+    return Models(target, tiny_block(target, DIM * HEADS, kind))
 
 
 def engine_of(models: Models, **options: Any) -> Engine:
@@ -154,6 +161,14 @@ def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on
     assert set(graphs.keys) == keys
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_a_block_drafters_graphs_change_no_output(kind: str, on_cpu: list[list[list[int]]]) -> None:
+    engine = engine_of(with_block(DEVICE, kind), drafter="feature", max_batch_size=16)
+    assert "CUDA graphs, triton kernels" in engine.describe()
+    found = run(engine, PROMPTS[:16], 48, (0, 1.0))
+    assert found == on_cpu, equal_lines(found, on_cpu)
+
+
 def test_greedy_rows_under_the_rejection_rule_equal_the_cpus(on_cpu: list[list[list[int]]]) -> None:
     engine = engine_of(pair(DEVICE), acceptance="rejection", max_batch_size=16)
     assert "CUDA graphs, triton kernels" in engine.describe()
@@ -193,10 +208,12 @@ def no_synchronising() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_the_loop_never_waits_for_the_device(k: int, no_synchronising: Callable[[], None]) -> None:
+@pytest.mark.parametrize(("k", "block"), [(0, None), (4, None), (4, "dspark"), (4, "dflash2")])
+def test_the_loop_never_waits_for_the_device(k: int, block: str | None, no_synchronising: Callable[[], None]) -> None:
     """Except for the record of the previous round, which has its own event."""
-    engine = engine_of(pair(DEVICE), num_speculative_tokens=k, max_batch_size=8)
+    models = pair(DEVICE) if block is None else with_block(DEVICE, block)
+    drafter = "model" if block is None else "hybrid"
+    engine = engine_of(models, drafter=drafter, num_speculative_tokens=k, max_batch_size=8)
     outputs = [engine.add(Request(prompt, SamplingParams(max_tokens=300, seed=1))) for prompt in PROMPTS[:8]]
     for _ in range(5):
         engine.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.config import SamplingParams
+from paceline.kernels import native
 from paceline.models.description.shards import ModelShard
-from paceline.models.load.loading import load_shard
-from paceline.models.parallel.follower import Follower
+from paceline.models.load.loading import load_shard, open_checkpoint
+from paceline.models.native.division import division_of
+from paceline.models.native.model import Quantization
+from paceline.models.parallel.follower import NativeFollower, TorchFollower
 from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.model import LeadingPart, PartOfModel
+from paceline.models.parallel.native import LeadingNative, NativePart
 from paceline.models.parallel.plan import Op, Step, as_numbers
 
 CPU = torch.device("cpu")
@@ -35,6 +39,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
     "tie_word_embeddings": False,
 }
+WIDER = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 130, "head_dim": 16}  # a panel for each of 3 ranks
 TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -105,20 +110,57 @@ def in_threads(path: Path, count: int = 2) -> Iterator[LeadingPart]:
 
     def follow(rank: int) -> None:
         try:
-            Follower(PartOfModel(*part(rank))).run()
+            TorchFollower(PartOfModel(*part(rank))).run()
         except BaseException as error:
             failures.append(error)
             raise
 
+    with following(follow, count):
+        leader = LeadingPart(*part(0), NoProcesses())
+        try:
+            yield leader
+        finally:
+            leader.ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
+    assert not failures
+
+
+@contextmanager
+def following(follow: Callable[[int], None], count: int) -> Iterator[None]:
+    """Run the ranks other than 0 in threads, which have ended when the block has."""
     others = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, count)]
     for other in others:
         other.start()
-    leader = LeadingPart(*part(0), NoProcesses())
-    try:
-        yield leader
-    finally:
-        leader.ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
-        for other in others:
-            other.join(30)
-    assert not failures
+    yield
+    for other in others:
+        other.join(30)
     assert not any(other.is_alive() for other in others)
+
+
+@contextmanager
+def native_in_threads(path: Path, quantization: Quantization | None, count: int = 2) -> Iterator[LeadingNative]:
+    """The same on the CPU kernels. Every rank has threads of its own, as a process would."""
+    store, whole = dist.HashStore(), open_checkpoint(path)  # type: ignore[attr-defined]
+    assert whole is not None
+    division = division_of(whole.spec, ModelShard(0, count))
+    memory = torch.zeros(native.exchange_bytes(native.required(), division), dtype=torch.uint8)
+    failures = []
+
+    def part(kind: type[NativePart], rank: int) -> Any:
+        return kind(whole, ModelShard(rank, count), memory, torch.float32, quantization)
+
+    def follow(rank: int) -> None:
+        try:
+            with native.kernel_threads(rank + 1):
+                NativeFollower(part(NativePart, rank), Ranks(store, ModelShard(rank, count), CPU)).run()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with following(follow, count):
+        leader = part(LeadingNative, 0)
+        leader.follow(Ranks(store, ModelShard(0, count), CPU), NoProcesses())
+        try:
+            yield leader
+        finally:
+            leader.ranks.broadcast_numbers(as_numbers([Step(Op.END)]))
+    assert not failures

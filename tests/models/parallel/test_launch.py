@@ -17,7 +17,8 @@ import psutil
 import pytest
 from torch import distributed as dist
 
-from models.parallel.ranks import POSITIONS, NoProcesses, params, prompts, toy, write
+from models.parallel import ranks
+from models.parallel.ranks import POSITIONS, WIDER, NoProcesses, params, prompts, toy, write
 from paceline import LLM
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
@@ -32,8 +33,8 @@ SECONDS = 20  # limit for ranks to end; it takes tenths of a second
 
 
 @contextmanager
-def shared(path: Path) -> Iterator[LLM]:
-    llm = LLM(path, tensor_parallel=2, **OPTIONS)
+def shared(path: Path, **options: Any) -> Iterator[LLM]:
+    llm = LLM(path, tensor_parallel=2, **OPTIONS | options)
     try:
         yield llm
     finally:
@@ -49,11 +50,24 @@ def texts(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
-def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(tmp_path: Path) -> None:
+IN_TORCH: dict[str, Any] = {}
+ON_KERNELS = {"dtype": "auto", "quantization": "int8"}
+PARTS = [
+    pytest.param(IN_TORCH, "cut into 2 ranks (gloo)", id="torch"),
+    pytest.param(ON_KERNELS, "1 threads a rank (0.00 GiB of weights and 1 key heads on rank 0)", id="int8"),
+]
+
+
+@pytest.mark.parametrize(("options", "described"), PARTS)
+def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], described: str
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
     path = write(toy("qwen2"), tmp_path)
-    expected = LLM(path, **OPTIONS).generate(prompts(4), params(60), use_tqdm=False)
-    with shared(path) as llm:
-        assert "cut into 2 ranks (gloo)" in llm.engine.describe()
+    expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(60), use_tqdm=False)
+    with shared(path, **options) as llm:
+        assert described in llm.engine.describe()
+        assert not list(Path("/dev/shm").glob("paceline-ranks-*"))
         assert texts(llm.generate(prompts(4), params(60), use_tqdm=False)) == texts(expected)
         (rank,) = ranks_of()
         listening = [each for each in rank.net_connections() if each.status == psutil.CONN_LISTEN]

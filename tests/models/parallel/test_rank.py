@@ -295,10 +295,13 @@ def test_unsupported_divisions_are_refused_by_name(tmp_path: Path) -> None:
         LLM(path, tensor_parallel=7, device="cpu")
     with pytest.raises(ParameterError, match=r"tensor_parallel=2 is not allowed: 1 with .*which is loaded already"):
         LLM(toy("llama"), tensor_parallel=2, device="cpu")
-    refused: list[EngineOptions] = [{"attention": "native"}, {"quantization": "int8"}, {"deterministic": True}]
+    refused: list[EngineOptions] = [{"kv_cache_dtype": "int8"}, {"prefix_dir": "/tmp"}, {"deterministic": True}]
     for options in refused:
         with pytest.raises(ParameterError, match=f"{next(iter(options))}=.*tensor_parallel=2"):
             EngineConfig(tensor_parallel=2, **options)
+    for options in ({"quantization": "fp8"}, {"dtype": "float32", "attention": "native"}):
+        with pytest.raises(ParameterError, match=r"(quantization|attention)=.* with several ranks here: "):
+            LLM(path, tensor_parallel=2, device="cpu", **options)
 
 
 def test_launched_ranks_listen_on_the_given_interface() -> None:

@@ -17,11 +17,11 @@ vocabulary, Vd the drafter's. Modules and tensors are named as in the published 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding, linear, pad
 
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.config import HeadConfig
@@ -29,10 +29,7 @@ from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.layers import HeadLayer, rms_norm
 from paceline.kernels.attention.base import Attend
 from paceline.models.decoding.draft_vocabulary import NEVER
-from paceline.models.torch.rotary import Rotation
-
-StoreKeys: TypeAlias = Callable[[int, Tensor, Tensor], None]
-"""Stores a layer's keys and values, [B, T, key heads, D] each."""
+from paceline.models.torch.rotary import RotaryAngles, Rotation, rotate
 
 
 class GroupedConvolution(nn.Module):
@@ -229,12 +226,6 @@ class BlockHead(Head):
     def fuse(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.hidden_norm(self.fc(features.to(self.dtype).flatten(-2))))
 
-    def inject(self, fused: Tensor, positions: Tensor, store: StoreKeys) -> None:
-        """Store keys and values of a text's tokens in every layer. fused: [B, T, H]. positions: [B, T]."""
-        rotation = self._rotation(positions, fused.dtype)
-        for index, layer in enumerate(self.layers):
-            store(index, *cast(HeadLayer, layer).self_attn.keys_and_values(fused, rotation))
-
     def block(self, anchor: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run a block -> the normed states [B, size - first row, H] of the rows that draft.
 
@@ -252,6 +243,33 @@ class BlockHead(Head):
     def tail(self) -> BlockTail:
         """The parts behind the layers."""
         return BlockTail(self.markov_head, self.confidence_head, self.candidate_selector)
+
+
+class TextKeys:
+    """Keys and values of a text's tokens in all layers of a block drafter, by one product.
+
+    The layers' own matrices become parts of its matrix, so that none is held twice.
+    """
+
+    def __init__(self, head: BlockHead) -> None:
+        attentions = [cast(HeadLayer, layer).self_attn for layer in head.layers]
+        parts = [part for each in attentions for part in (each.k_proj, each.v_proj)]
+        self._weight = torch.cat([part.weight.data for part in parts])
+        biases = [part.bias.data for part in parts if part.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        for part, weight in zip(parts, self._weight.chunk(len(parts)), strict=True):
+            part.weight = nn.Parameter(weight, requires_grad=False)
+        self._norms, self._dim = [each.k_norm for each in attentions], attentions[0].dim
+        rotary = head.config.decoder.layers[0].attention.rotary
+        assert rotary is not None, "families of heads have rotary positions"
+        self._angles = RotaryAngles(rotary, head.dtype, head.device)
+
+    def __call__(self, fused: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [N, key heads, D] of each layer. fused: [N, H], at positions [N]."""
+        both = linear(fused, self._weight, self._bias).view(len(fused), len(self._norms), 2, -1, self._dim)
+        keys = torch.stack([norm(layer) for norm, layer in zip(self._norms, both[:, :, 0].unbind(1), strict=True)], 1)
+        turned = rotate(keys.flatten(1, 2)[None], self._angles(positions[None]))[0].view_as(keys)
+        return list(zip(turned.unbind(1), both[:, :, 1].unbind(1), strict=True))
 
 
 def scaled(spec: BlockSpec, logits: Tensor) -> Tensor:

@@ -11,16 +11,17 @@ from paceline.core.batch import Batch
 from paceline.core.cache import KVCache
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.eight_bits import stored
 from paceline.core.nodes import Tree
 from paceline.core.slots import Slots
-from paceline.drafters.heads.block import BlockHead, BlockTail, scaled
+from paceline.core.uploads import uploaded
+from paceline.drafters.heads.block import BlockHead, BlockTail, TextKeys, scaled
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.decoder import DraftPass, HeadDecoder, HeadModel, TorchFusedStates, TorchHead
 from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.base import PLAIN, AttentionTerms
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import AnyModel, PassBytes
+from paceline.models.decoding.draft_decoder import ComputeLogits
 from paceline.models.decoding.passes import Part, Passes
 
 
@@ -55,6 +56,7 @@ class TorchBlock(BlockModel, TorchHead):
     ) -> None:
         super().__init__(head, name, taps, max_positions)
         self.spec, self.tail, self.slots_behind = head.spec, head.tail, head.spec.size
+        self.captured, self.text_keys = True, TextKeys(head)
         self._shared_bytes = shared_bytes
 
     def row_logits(self, states: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def listed(
     """Slot and position of ``sizes`` consecutive tokens of each slot, [N] int64 each."""
     rows = [slot for slot, size in zip(slots, sizes, strict=True) for _ in range(size)]
     positions = [first + i for first, size in zip(firsts, sizes, strict=True) for i in range(size)]
-    return torch.tensor(rows, device=device), torch.tensor(positions, device=device)
+    return uploaded(rows, device), uploaded(positions, device)
 
 
 class BlockDecoder(HeadDecoder):
@@ -143,6 +145,10 @@ class BlockDecoder(HeadDecoder):
 
     unread = 0
     model: BlockModel
+
+    @property
+    def fed_tokens(self) -> int:  # type: ignore[override]
+        return self.missing_after(self.model.spec.most_drafted)
 
     def _new_cache(
         self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None, pool: int | None
@@ -160,16 +166,38 @@ class BlockDecoder(HeadDecoder):
     def capacity_of(self, row: int) -> int:
         return max(0, super().capacity_of(row) - self.model.slots_behind)
 
+    def read_after(self, before: Tensor, kept: Tensor) -> Tensor:
+        return before - 1
+
+    def missing_after(self, k: int) -> int:
+        return k + 2  # the anchor, k accepted draft tokens and the bonus token
+
     def inject(self, rows: Tensor, positions: Tensor) -> None:
-        """Store keys and values of N tokens. rows, positions: [N] int64, slot and position of each."""
-        raise NotImplementedError
+        """Store keys and values of N tokens. rows, positions: [N] int64, slot and position of each.
 
-    def run_block(self, anchors: Tensor, lengths: Sequence[int], rows: Slots) -> Tensor:
-        """Run a block behind each text -> the normed states [B, size - first row, H] of the rows that draft.
-
-        anchors: [B] int64, the last token of each text. lengths: tokens of each text before it.
+        Positions beyond a row's end are padding.
         """
         raise NotImplementedError
+
+    def run_block(self, anchors: Tensor, starts: Tensor, longest: int, rows: Slots) -> Tensor:
+        """Run a block behind each text -> the normed states [B, size - first row, H] of the rows that draft.
+
+        anchors: [B] int64, the last token of each text. starts: [B] int64, its position. longest: upper bound of the
+            texts' lengths, known to the host.
+        """
+        raise NotImplementedError
+
+    def feed(self, text: Tensor, span: int, rows: Slots) -> None:
+        places = rows.of(self.num_computed_tokens)[:, None] + torch.arange(text.shape[1], device=text.device)
+        self.inject(rows.index[:, None].expand_as(places).flatten(), places.flatten())
+
+    def drafting(self, text: Tensor, before: Tensor, k: int, span: int, rows: Slots) -> ComputeLogits:
+        """See ``DraftDecoder``. A whole block of every row is run at once."""
+        last = (before - rows.of(self.num_computed_tokens) - 1).clamp(0, text.shape[1] - 1)
+        pending = text.gather(1, last[:, None])
+        self.feed(text[:, :-1], span, rows)
+        states = self.run_block(pending[:, 0], (before - 1).clamp(min=0), span, rows)
+        return BlockPass(self, states[:, :k]).chain(pending)
 
     def row_logits(self, states: Tensor) -> Tensor:
         """Logits of a block's rows by their states [..., H]: [..., Vd], or [..., V] where a part of V is scored."""
@@ -188,7 +216,8 @@ class BlockDecoder(HeadDecoder):
         if any(missing):
             self.inject(*listed(batch.slots, computed, missing, batch.device))
         self.num_computed_tokens[batch.live_slots.where] = batch.live_length - 1
-        return BlockPass(self, self.run_block(batch.pending()[:, 0], known, batch.live_slots)[:, :k])
+        states = self.run_block(batch.pending()[:, 0], batch.live_length - 1, batch.longest, batch.live_slots)
+        return BlockPass(self, states[:, :k])
 
 
 class BlockAttend:
@@ -228,17 +257,14 @@ class TorchBlockDecoder(BlockDecoder):
         super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
 
     def inject(self, rows: Tensor, positions: Tensor) -> None:
-        places = self.cache.storage.within(rows, positions)
+        fused = self.fused_states.fused[rows, self.fused_states.table.within(rows, positions)]
+        index = self.cache.write_index(rows, positions[:, None])
+        for layer, (k, v) in enumerate(self.model.text_keys(fused, positions)):
+            self.cache.write(layer, index, k[:, :, None], v[:, :, None])
 
-        def store(layer: int, k: Tensor, v: Tensor) -> None:
-            for table, new in zip(self.cache.layer(layer), (k[0], v[0]), strict=True):
-                table[rows, :, places] = stored(new, table.dtype)
-
-        self.model.head.inject(self.fused_states.fused[rows, positions][None], positions[None], store)
-
-    def run_block(self, anchors: Tensor, lengths: Sequence[int], rows: Slots) -> Tensor:
-        size, starts = self.model.spec.size, torch.tensor(lengths, device=anchors.device)
+    def run_block(self, anchors: Tensor, starts: Tensor, longest: int, rows: Slots) -> Tensor:
+        size = self.model.spec.size
         positions = starts[:, None] + torch.arange(size, device=anchors.device)
-        longest = min(max(lengths) + size, self.cache.positions + 1)
+        longest = min(longest + size, self.cache.positions + 1)
         attend = BlockAttend(self.model.head, self.cache, self.backend, positions, longest, rows)
         return self.model.head.block(anchors, positions, attend)

@@ -115,9 +115,8 @@ class NativeBlockDecoder(BlockDecoder):
         if problem is not None:
             raise ParameterError("tokens", f"[{len(rows)} tokens]", problem)
 
-    def run_block(self, anchors: Tensor, lengths: Sequence[int], rows: Slots) -> Tensor:
+    def run_block(self, anchors: Tensor, starts: Tensor, longest: int, rows: Slots) -> Tensor:
         spec, model = self.model.spec, self.model
-        starts = torch.tensor(lengths)
         positions = starts[:, None] + torch.arange(spec.size)
         tokens = torch.full_like(positions, spec.mask_token)
         tokens[:, 0] = anchors

@@ -23,7 +23,7 @@ from paceline.kernels.attention import AttentionBackend
 from paceline.kernels.attention.cached import CachedAttend
 from paceline.models.base import PassBytes, ShortHead
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.decoding.draft_decoder import DraftDecoder, at
+from paceline.models.decoding.draft_decoder import ComputeLogits, DraftDecoder, at
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.decoding.passes import PaddedPasses, Passes
 from paceline.models.torch.short_head import TorchShortHead
@@ -34,7 +34,7 @@ class HeadModel:
 
     taps: the target's layers whose input hidden states it reads.
     kind: see ``HeadConfig``. one_pass: whether one pass makes all draft tokens. captured: whether captured rounds on a
-        device can draft with it.
+        device can draft with it; of heads that draft in one pass, only block drafters can.
     max_draft_tokens: longest draft; None: no limit.
     slots_behind: slots of a row's cache behind its text, for what one pass reads there.
     paying_rows: see ``HeadConfig``; for its device.
@@ -42,7 +42,6 @@ class HeadModel:
     dtype: of its keys, values and fused hidden states.
     """
 
-    captured = True
     slots_behind = 0
 
     def __init__(self, head: Head, name: str, taps: Sequence[int], max_positions: int) -> None:
@@ -55,6 +54,7 @@ class HeadModel:
         self.dtype, self.device = head.dtype, head.device
         self.kind, self.max_draft_tokens = head.config.kind, head.config.max_draft_tokens
         self.one_pass = self.kind not in ("feature", "mtp")
+        self.captured = not self.one_pass
         self.paying_rows = head.config.paying_rows.get(self.device.type)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -132,6 +132,14 @@ class DraftPass:
         """
         return self._decoder.logits(self._states[rows, path.shape[1] - 1])
 
+    def chain(self, pending: Tensor) -> ComputeLogits:
+        """Return the function that computes the logits of every row's next draft token.
+
+        pending: [B, 1], each text's last token.
+        """
+        everyone = torch.arange(len(pending), device=pending.device)
+        return lambda draft_tokens: self.logits(everyone, torch.cat([pending, draft_tokens], dim=1))[:, None]
+
     def confidence(self, path: Tensor) -> Tensor | None:
         """Probability [B] that the target accepts each row's next draft token, by the head's own estimate.
 
@@ -207,6 +215,7 @@ class HeadDecoder(DraftDecoder):
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, backend, rows, positions, vocab_size, kv_dtype)
+        self.longest_draft = model.max_draft_tokens
         self.num_computed_tokens.fill_(self.unread)
 
     def read_from(self, target: Decoder) -> None:

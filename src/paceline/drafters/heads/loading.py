@@ -181,7 +181,7 @@ def load_own_head(
     if family is None or family.head is None:
         raise ModelFormatError(f"{path} has a draft head, but {target.name} is of a family that has none")
     shape = own_config(config)
-    names, stored = head_tensors(resolve(source) if path is None else path)
+    names, stored = head_tensors(resolve(source) if path is None else path, shape.decoder)
     checkpoint = own_checkpoint(shape, names, stored, str(path or target.name))
     name = f"{target.name} (mtp)" if path is None else str(path)
     if isinstance(target, NativeModel):

@@ -78,9 +78,13 @@ class MtpHead(Head):
 
 
 def own_config(config: PretrainedConfig) -> HeadConfig:
-    """Return the configuration of a target's own head: one full attention layer of the target's sizes."""
+    """Return the configuration of a target's own head: one layer of the target's sizes.
+
+    Its attention is full, unless the configuration has the kind of the head's layer.
+    """
     text = config.get_text_config()
-    one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    kinds = getattr(text, "mtp_layer_types", None) or ["full_attention"]
+    one: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": kinds}
     # the fields of families that tell which layers have experts: a head of a model with experts has some
     mixture: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0}
     mixture |= {"mlp_layer_types": ["sparse"]}

@@ -188,8 +188,8 @@ class NativeRound:
 
 
 def runs_native_rounds(model: AnyModel) -> TypeGuard[NativeModel]:
-    """Whether the kernels can run rounds of this model."""
-    return isinstance(model, NativeModel)
+    """Whether the kernels can run rounds of this model; other ranks are not told of a round's pass."""
+    return isinstance(model, NativeModel) and not model.is_part
 
 
 def workspace_bytes(model: AnyModel, tokens: int, taps: int = 0) -> int:

@@ -23,6 +23,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch
@@ -41,7 +42,7 @@ from paceline.kernels.gpu.ops import DeviceOps, ops_for
 from paceline.kernels.gpu.state import RECORD_TAIL, accepted_path, tree_parents, with_logprobs
 from paceline.models.base import SharedModel
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.decoding.draft_decoder import DraftDecoder
+from paceline.models.decoding.draft_decoder import ComputeLogits, DraftDecoder
 
 # A step is at most half of the rows, from 8 rows on a quarter or 16: 33 rows as 64 took 1.35 times as long as 33
 ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
@@ -83,6 +84,8 @@ class DeviceRound:
         self.target, self.draft, self.batch, self.rule, self.width = target, draft, batch, rule, width
         self.ops = ops_for(batch.device) if ops is None else ops
         self.capacity = batch.capacity
+        longest = None if draft is None else draft.longest_draft
+        self._longest_draft = MAX_SPECULATION_LENGTH if longest is None else longest  # of the draft model
         self._caps = Upload(batch.device, [MAX_SPECULATION_LENGTH] * self.capacity)
         ranks = target.model if isinstance(target.model, SharedModel) else None
         self.graphs = Graphs(batch.device, self._all_rows_idle, capture=capture, other_ranks=ranks)
@@ -135,7 +138,8 @@ class DeviceRound:
         """Return the most tokens of a row that the draft model's cache may miss after a round of ``k`` draft tokens."""
         if self.draft is None:
             return 0
-        return k + 1 if self.mixes else self.draft.missing_after(k)
+        missing = self.draft.missing_after(k)
+        return max(missing, k + 1) if self.mixes else missing  # none of an n-gram draft's tokens was read
 
     def run(self, rows: int, k: int, longest: int, features: StepFeatures = NOTHING, missing: int = 0) -> Ticket:
         """Launch a round of k draft tokens for ``rows`` live rows. Return the ticket of its record.
@@ -151,7 +155,7 @@ class DeviceRound:
         record [bucket, 2 N + 4] also holds the path (``gpu.state.read_trees``). With ``mixes`` and k > 0 the last
         column is the number of tokens matched in rows with an n-gram draft, 0 in others.
         """
-        k = self._feasible_length(k)
+        k = self.feasible_length(k)
         self._cover(k, longest, missing)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, missing, longest)
@@ -165,7 +169,7 @@ class DeviceRound:
 
         Returns the ticket of the draft: [bucket, k + 1] int64, tokens and then each row's number of them.
         """
-        k, bucket, span = self._feasible_length(k), self.bucket(rows), self._span(longest + k)
+        k, bucket, span = self.feasible_length(k), self.bucket(rows), self._span(longest + k)
         self._cover(k, longest, missing)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, missing, longest)
@@ -180,7 +184,7 @@ class DeviceRound:
 
     def finish_masked(self, rows: int, k: int, features: StepFeatures, masks: Sequence[RowMasks]) -> Ticket:
         """Launch the rest of a round that ``begin_masked`` began -> its record's ticket. masks: of the live rows."""
-        k, bucket = self._feasible_length(k), self.bucket(rows)
+        k, bucket = self.feasible_length(k), self.bucket(rows)
         self._token_masks.set(masks)
         record = self.graphs.run(("accept", bucket, k, features), lambda: self._accept_apart(bucket, k, features))
         return self._ring.push(record)
@@ -204,9 +208,12 @@ class DeviceRound:
             self._masks = TokenMasks(self.capacity, positions, vocab_size, self.batch.device)
         return self._masks
 
-    def _feasible_length(self, k: int) -> int:
-        """Return the draft length that a round planned with k draft tokens can have."""
-        return min(k, MAX_SPECULATION_LENGTH // self.width) if self.can_draft else 0
+    def feasible_length(self, k: int) -> int:
+        """Return the draft length that a round planned with k draft tokens can have; n-gram drafts have any."""
+        if not self.can_draft:
+            return 0
+        most = MAX_SPECULATION_LENGTH // self.width
+        return min(k, most if self.copies else min(most, self._longest_draft))
 
     def _round(self, bucket: int, k: int, span: int, features: StepFeatures, references: bool = False) -> Named:
         key = bucket, k, span, features
@@ -232,7 +239,7 @@ class DeviceRound:
 
     def is_captured(self, k: int) -> bool:
         """Whether a round of k draft tokens for the batch's rows needs no capture first; the host's never need one."""
-        batch, k = self.batch, self._feasible_length(k)
+        batch, k = self.batch, self.feasible_length(k)
         if not self.graphs.captures or batch.sampling.needs_host:
             return True
         bucket, features = self.bucket(batch.rows), batch.sampling.step_features
@@ -278,7 +285,7 @@ class DeviceRound:
     def _likely_rounds(
         self, lengths: Callable[[int], Sequence[int]], buckets: Sequence[int], span: int, features: StepFeatures
     ) -> Iterator[Named]:
-        ks = [dict.fromkeys(map(self._feasible_length, lengths(bucket))) for bucket in buckets]
+        ks = [dict.fromkeys(map(self.feasible_length, lengths(bucket))) for bucket in buckets]
         for ks_of_buckets in zip_longest(*ks):
             for bucket, k in zip(buckets, ks_of_buckets, strict=True):
                 if k is not None:
@@ -385,13 +392,13 @@ class DeviceRound:
     def _draft(
         self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures, references: bool
     ) -> DraftTensors:
-        if self.draft is None and (k == 0 or not self.copies):
+        if k == 0 or not self.can_draft:
             return DraftTensors(state.length.new_empty((state.rows, 0)), torch.zeros_like(state.length))
         if self.draft is None:
             return self._copies(state, k, span, references)[0]
-        drafts = self._draft_trees if self.width > 1 and k > 0 else self._draft_chain
+        drafts = self._draft_trees if self.width > 1 else self._draft_chain
         drafted = drafts(state, before, k, span, features)
-        return self._mixed(drafted, *self._copies(state, k, span, references)) if self.copies and k > 0 else drafted
+        return self._mixed(drafted, *self._copies(state, k, span, references)) if self.copies else drafted
 
     def _copies(self, state: RowState, k: int, span: int, references: bool) -> tuple[DraftTensors, Tensor]:
         """Draft up to k tokens per row from its own text or its references. Returns the tokens matched, [B], too.
@@ -434,8 +441,9 @@ class DeviceRound:
         return (record[:, : draft.k] == draft.read).long().cumprod(1).sum(1).clamp(max=draft.k - 1)
 
     def _draft_chain(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
-        """Draft k tokens per row with the draft model, one after the other."""
+        """Draft k tokens per row with the draft model, one after the other; as many as it can if these are fewer."""
         step_logits: list[Tensor] = []
+        depth = min(k, self._longest_draft)
         purpose = Purpose.DRAFT if self.rule.independent else Purpose.DRAW
 
         def draw(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, bool]:
@@ -444,16 +452,20 @@ class DeviceRound:
             return self.ops.draw(logits, state, draft_tokens.shape[1], purpose), True
 
         none = before.new_empty((state.rows, 0))
-        tokens = draw_chain(none, k, lambda draft_tokens: self._draft_logits(state, before, draft_tokens, span), draw)
-        counts = self._caps.device[: state.rows].clamp(max=k) * self._drafting_rows(before)
-        logits = torch.cat(step_logits, dim=1) if step_logits and self.rule.independent else None
-        return DraftTensors(tokens, counts, logits=logits)
+        tokens = draw_chain(none, depth, self._drafting(state, before, depth, span), draw)
+        counts = self._caps.device[: state.rows].clamp(max=depth) * self._drafting_rows(before)
+        logits = torch.cat(step_logits, dim=1) if self.rule.independent else None
+        if depth == k:
+            return DraftTensors(tokens, counts, logits=logits)
+        wide = None if logits is None else pad(logits, (0, 0, 0, k - depth))
+        return DraftTensors(pad(tokens, (0, k - depth)), counts, logits=wide)
 
     def _draft_trees(self, state: RowState, before: Tensor, k: int, span: int, features: StepFeatures) -> DraftTensors:
         """Draft a tree per row, as deep as its limit and its free cache slots allow."""
         chain, draft_tokens = before.new_empty((state.rows, 0)), before.new_empty((state.rows, 0))
+        compute_logits = self._drafting(state, before, k, span)
         for depth in range(k):
-            logits = self._shaped(self._draft_logits(state, before, chain, span), state, features, chain, depth)
+            logits = self._shaped(compute_logits(chain), state, features, chain, depth)
             best = self.ops.top_candidates(logits, state, depth, self.width)
             chain, draft_tokens = torch.cat([chain, best[:, :1]], dim=1), torch.cat([draft_tokens, best], dim=1)
         slots = (self.target.cache.positions - before).clamp(min=0) // self.width
@@ -465,14 +477,11 @@ class DeviceRound:
         """Return [B] int64: 0 for rows whose head has no hidden states yet (nothing was read), else 1."""
         return (before > (self.target.reader is not None)).long()
 
-    def _draft_logits(self, state: RowState, before: Tensor, proposed: Tensor, span: int) -> Tensor:
-        """Return the draft model's logits [B, 1, V] after the text and the draft tokens ``proposed`` [B, step]."""
+    def _drafting(self, state: RowState, before: Tensor, k: int, span: int) -> ComputeLogits:
+        """Begin a draft of k tokens per row with the draft model."""
         assert self.draft is not None, "there is no draft model"
-        step = proposed.shape[1]
-        if step > 0:
-            return self.draft.logits(self.draft.continue_draft(proposed[:, -1:], step, before, span, state.slots))
         text = _text(state, state.slots.of(self.draft.num_computed_tokens), self.fed_tokens)
-        return self.draft.logits(self.draft.begin_draft(text, before, span, state.slots))
+        return self.draft.drafting(text, before, k, span, state.slots)
 
     def _forward(self, state: RowState, before: Tensor, draft: DraftTensors, span: int, adapted: bool) -> Tensor:
         """Return the target's hidden states [B, N + 1, width] at each row's last token and at its draft tokens.
@@ -505,7 +514,7 @@ class DeviceRound:
         assert self.draft is not None, "there is no draft model"
         state = self.batch.state(rows)
         seen = state.slots.of(self.draft.num_computed_tokens)
-        self.draft.forward(_text(state, seen, width), seen, span, state.slots)
+        self.draft.feed(_text(state, seen, width), span, state.slots)
         self._set_num_cached(state, torch.minimum(seen + width, state.length - 1))
         return seen
 

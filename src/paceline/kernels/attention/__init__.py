@@ -39,14 +39,14 @@ def make_backend(name: AttentionName, device: torch.device, *, deterministic: bo
 
     Raises ParameterError if the backend cannot run here, or if ``deterministic`` needs another one.
     """
-    name = chosen_backend(name, device)
-    if name == "ragged":
-        require_triton(device, "attention", name)
+    chosen = chosen_backend(name, device)
+    if chosen == "ragged":
+        require_triton(device, "attention", chosen)
         return _ragged(deterministic=deterministic)
     if deterministic:
         allowed = "with attention='ragged' (a CUDA device with Triton), or 'native' (a CPU); False otherwise"
         raise ParameterError("deterministic", True, allowed)
-    return BACKENDS[name]()
+    return BACKENDS[chosen]()
 
 
 __all__ = ["BACKENDS", "AttentionBackend", "Plan", "chosen_backend", "make_backend"]

@@ -179,8 +179,8 @@ def attend_kernel(
         elif PAGE > 0:
             page = tl.load(pages_of_row + block // PAGE).to(tl.int64)
             there = key_at < tl.where(page > 0, stop, 0)
-            # The same number: a small tile has fewer registers with the first, a large one with the second
-            slot = key_at % PAGE if BLOCK_M == 16 else block % PAGE + tl.arange(0, BLOCK_N)
+            # The same number: small tiles and wide heads have fewer registers with the first, others with the second
+            slot = key_at % PAGE if BLOCK_M == 16 or BLOCK_D > 128 else block % PAGE + tl.arange(0, BLOCK_N)
         key = page * k_row + group * k_head + slot.to(tl.int64) * k_step
         keys = tl.load(k + key[None, :] + column[:, None], mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale

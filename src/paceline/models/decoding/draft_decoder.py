@@ -5,8 +5,8 @@ B rows, k draft tokens. The cache may lack tokens of the text; draft tokens lie 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from paceline.models.decoding.draft_vocabulary import DraftVocabulary
 
 USUAL_MISSING = 2  # tokens missing in its cache if all are accepted: the last draft token and the bonus token
 CATCH_UP_CHUNK = 256  # tokens per pass over all rows when a cache has fallen behind
+
+ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
+"""From the draft tokens so far, [B, n] int64, to the draft model's logits after them, [B, 1, V] float32."""
 
 
 class OneCallDrafting(Protocol):
@@ -51,11 +54,13 @@ class DraftDecoder(Decoder):
 
     fed_tokens: tokens per row that a device draft feeds before its first draft token. If more are missing, the earlier
         ones are fed beforehand.
+    longest_draft: most draft tokens of a row; None: no limit.
     native: drafts in one call of the CPU kernels; None: step by step.
     vocabulary: the tokens that it scores; None: all.
     """
 
     fed_tokens = USUAL_MISSING
+    longest_draft: int | None = None
     native: OneCallDrafting | None = None
     vocabulary: DraftVocabulary | None = None
 
@@ -128,12 +133,30 @@ class DraftDecoder(Decoder):
         self.num_computed_tokens[batch.live_slots.where] = length
         return hidden.gather(1, last).squeeze(1)
 
-    def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
-        """Run the missing tokens text [B, reads] int64 of each row -> hidden [B, 1, width] at its last token.
+    def feed(self, text: Tensor, span: int, rows: Slots) -> None:
+        """Run missing tokens text [B, L] int64 of each row, from its ``num_computed_tokens`` on, on a device.
 
-        This is the first step of a draft on a device. The text of a row begins at its ``num_computed_tokens``.
-        before [B]: lengths of the rows; tokens beyond them are padding. span, rows: as ``longest`` and ``rows`` of
-            ``forward``.
+        Tokens beyond a row's end are padding. span, rows: as ``longest`` and ``rows`` of ``forward``.
+        """
+        self.forward(text, rows.of(self.num_computed_tokens), span, rows)
+
+    def drafting(self, text: Tensor, before: Tensor, _k: int, span: int, rows: Slots) -> ComputeLogits:
+        """Begin a draft of at most k tokens on a device; the function that is returned computes its logits.
+
+        text, span, rows: as for ``feed``; the text goes up to each row's last token. before [B]: lengths of the rows.
+        """
+
+        def compute(draft_tokens: Tensor) -> Tensor:
+            if (step := draft_tokens.shape[1]) == 0:
+                return self.logits(self.begin_draft(text, before, span, rows))
+            return self.logits(self.continue_draft(draft_tokens[:, -1:], step, before, span, rows))
+
+        return compute
+
+    def begin_draft(self, text: Tensor, before: Tensor, span: int, rows: Slots) -> Tensor:
+        """Run the missing tokens text [B, L] int64 of each row -> hidden [B, 1, width] at its last token.
+
+        Arguments as for ``drafting``.
         """
         computed = rows.of(self.num_computed_tokens)
         return at(self.forward(text, computed, span, rows), before - computed - 1)

@@ -74,6 +74,7 @@ class GGUFForm:
     paired: whether rows of queries and keys are stored in the order of rotary pairs (i, i + 1).
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
     head: names of the weights of the draft head, one more block behind the layers; None: files have none.
+    adapt_head: as ``adapt``, of the head's tensors, and the description of its one layer.
     constants: all metadata and the description -> weights that the metadata hold, by the file's names.
     mixture: whether files of these architectures are of this family only if they have experts.
     kind: metadata without the prefix -> model_type of the file's family, where several have this form; None: one has.
@@ -88,6 +89,7 @@ class GGUFForm:
     paired: bool = False
     adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
     head: WeightNames | None = None
+    adapt_head: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
     constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
     mixture: bool = False
     kind: Callable[[Mapping[str, Any]], str] | None = None
@@ -186,7 +188,8 @@ def mtp_layer_names(names: WeightNames) -> WeightNames:
 def gguf_mtp_names(names: WeightNames) -> WeightNames:
     """Return the names of the draft head in GGUF files: those of a layer of the model, and ``nextn``."""
     layer = {theirs: ours.replace("{}", "0") for theirs, ours in names.parts.items() if theirs.startswith("blk.")}
-    return WeightNames(layer | _GGUF_MTP)
+    copies = ignoring(r"blk\.\d+\.nextn\.(embed_tokens|shared_head_head)\.weight")  # see ``mtp_layer_names``
+    return WeightNames(layer | _GGUF_MTP, ignored=copies)
 
 
 _GGUF_MTP = {

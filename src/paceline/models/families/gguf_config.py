@@ -275,13 +275,17 @@ def _with_factors(rotary: Rotary, name: str, stored: PackedTensor, metadata: Map
     return dataclasses.replace(rotary, inverse_frequencies=tuple(frequencies.tolist()), scaling=scaling)
 
 
-def head_tensors(file: GGUFFile) -> tuple[WeightNames, Mapping[str, StoredTensor]]:
-    """Return the tensors of the file's own draft head, and their names; none if it has no head."""
+def head_tensors(file: GGUFFile, spec: DecoderSpec | None = None) -> tuple[WeightNames, Mapping[str, StoredTensor]]:
+    """Return the tensors of the file's own draft head, and their names; none if it has no head.
+
+    spec: the head's layer, as which they are ordered; None: they are as the file has them.
+    """
     names, block = form(file).head, _head_block(file)
     if names is None or block is None:
         return WeightNames({}), {}
-    tensors = file.tensors.items()
-    return names, {name: _ordered(name, stored, {}) for name, stored in tensors if name.startswith(f"blk.{block}.")}
+    own = {name: stored for name, stored in file.tensors.items() if name.startswith(f"blk.{block}.")}
+    tensors = {name: _ordered(name, stored, {}) for name, stored in own.items()}
+    return names, tensors if spec is None else form(file).adapt_head(tensors, spec)
 
 
 def is_head_alone(file: GGUFFile) -> bool:

@@ -9,7 +9,15 @@ from transformers import PretrainedConfig
 
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames, ignoring
-from paceline.models.families.base import LLAMA_GGUF_NAMES, LLAMA_NAMES, Family, GGUFForm, llama_like, mtp_layer_names
+from paceline.models.families.base import (
+    LLAMA_GGUF_NAMES,
+    LLAMA_NAMES,
+    Family,
+    GGUFForm,
+    gguf_mtp_names,
+    llama_like,
+    mtp_layer_names,
+)
 from paceline.models.families.routed import (
     GGUF_ROUTED,
     ROUTED,
@@ -38,16 +46,19 @@ _NAMES = WeightNames(
     ignored=ignoring(r"model\.language_model\.layers\.(46|92)\..*"),  # the draft head of a multimodal model
 )
 
+_GGUF_NAMES = WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"})
+
 FAMILY = Family(
     "glm4_moe",
     describe,
     _NAMES,
     GGUFForm(
         ("glm4moe",),
-        WeightNames({**LLAMA_GGUF_NAMES, **GGUF_ROUTED, "blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
+        _GGUF_NAMES,
         fields=_fields,
         reads=frozenset({"expert_count"}),
         adapt=without_head,
+        head=gguf_mtp_names(_GGUF_NAMES),
     ),
     mtp_layer_names(_NAMES),
     other_types=("glm4v_moe_text",),

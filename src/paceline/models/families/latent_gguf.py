@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline.models.description.latent import latent_of
-from paceline.models.description.spec import DecoderSpec
+from paceline.models.description.spec import AttentionSpec, DecoderSpec
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
-from paceline.models.families.base import LLAMA_GGUF_NAMES, GGUFForm
+from paceline.models.families.base import LLAMA_GGUF_NAMES, GGUFForm, gguf_mtp_names
 from paceline.models.families.routed import GGUF_ROUTED, routed_fields, without_head
 
 LATENT_GGUF_NAMES: Mapping[str, str] = {
@@ -56,13 +56,26 @@ class _KeysAndValues:
 
 def _joined(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> Mapping[str, StoredTensor]:
     """Return the tensors of the layers, keys and values joined."""
-    joined = dict(without_head(tensors, spec))
+    joined = without_head(tensors, spec)
     for index, layer in enumerate(spec.layers):
-        heads, latent = layer.attention.heads, latent_of(layer.attention)
-        parts = {"k": (heads, latent.rank, latent.key_dim), "v": (heads, latent.value_dim, latent.rank)}
-        named = {f"blk.{index}.attn_{part}_b.weight": shape for part, shape in parts.items()}
-        if all(name in joined and tuple(joined[name].shape) == shape for name, shape in named.items()):
-            joined[f"blk.{index}.attn_kv_b.weight"] = _KeysAndValues(*(joined.pop(name) for name in named))
+        joined = _block_joined(joined, index, layer.attention)
+    return joined
+
+
+def _head_joined(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a draft head, keys and values joined."""
+    block = next(name.split(".")[1] for name in tensors)
+    return _block_joined(tensors, int(block), spec.layers[0].attention)
+
+
+def _block_joined(
+    tensors: Mapping[str, StoredTensor], block: int, attention: AttentionSpec
+) -> Mapping[str, StoredTensor]:
+    joined, heads, latent = dict(tensors), attention.heads, latent_of(attention)
+    parts = {"k": (heads, latent.rank, latent.key_dim), "v": (heads, latent.value_dim, latent.rank)}
+    named = {f"blk.{block}.attn_{part}_b.weight": shape for part, shape in parts.items()}
+    if all(name in joined and tuple(joined[name].shape) == shape for name, shape in named.items()):
+        joined[f"blk.{block}.attn_kv_b.weight"] = _KeysAndValues(*(joined.pop(name) for name in named))
     return joined
 
 
@@ -105,11 +118,14 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     return fields | routed_fields(metadata, rope) | {"topk_method": method}
 
 
+_NAMES = WeightNames({**LATENT_GGUF_NAMES, **GGUF_ROUTED})
 DEEPSEEK2 = GGUFForm(
     ("deepseek2",),
-    WeightNames({**LATENT_GGUF_NAMES, **GGUF_ROUTED}),
+    _NAMES,
     fields=_fields,
     reads=frozenset({"expert_count", "rope.scaling.yarn_log_multiplier"}),
     adapt=_joined,
+    head=gguf_mtp_names(_NAMES),
+    adapt_head=_head_joined,
     kind=_kind,
 )

@@ -20,6 +20,7 @@ from paceline.models.families.base import (
     biases_of,
     by_kind_of_layer,
     gguf_expert_fields,
+    mtp_names,
     with_experts,
 )
 
@@ -50,14 +51,17 @@ def _fields(metadata: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     }
 
 
+_NAMES = WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",), ignored=OWN_HEAD)
+
 FAMILY = Family(
     "mellum",
     _describe,
-    WeightNames({**LLAMA_NAMES, **EXPERTS}, prefixes=("model.",), ignored=OWN_HEAD),
+    _NAMES,
     GGUFForm(
         ("mellum",),
         WeightNames({**LLAMA_GGUF_NAMES, **GGUF_EXPERTS, **GGUF_JOINED_EXPERTS}),
         fields=_fields,
         reads=frozenset({"expert_count", "attention.sliding_window"}),
     ),
+    mtp_names(_NAMES),
 )

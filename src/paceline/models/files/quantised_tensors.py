@@ -136,13 +136,23 @@ class Groups:
 class GroupedTensor:
     """A matrix of 4 or 8 bits with a scale per group of inputs. A subclass knows where the numbers are.
 
-    shape: [O, I]. bits: 4 or 8.
+    shape: [O, I]. bits: 4 or 8. _count: number of groups. _group_suffix: of the tensor that has each input's group.
     """
 
     stored_as = "?"
+    _group_suffix = ""
+    _count: int
 
     def __init__(self, parts: Parts, shape: tuple[int, int], bits: int) -> None:
         self.parts, self.shape, self.bits = parts, shape, bits
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its codes of 4 bits may come with an order of inputs (activation order). Raises ModelFormatError."""
+        return self.bits == 4 and self._of_input() is not None
+
+    def _of_input(self) -> Tensor | None:
+        return _groups_of(self.parts, self._group_suffix, self.shape[1], self._count)
 
     def groups(self) -> Groups:
         """Read the matrix. Raises ModelFormatError."""
@@ -171,6 +181,7 @@ class CompressedTensor(GroupedTensor):
     """A matrix of compressed-tensors' format "pack-quantized": words along the inputs, lowest bits first."""
 
     stored_as = "pack-quantized"
+    _group_suffix = "weight_g_idx"
 
     def __init__(self, parts: Parts, bits: int, needed: Sequence[str] = ()) -> None:
         packed = parts.need("weight_packed", "I32")
@@ -188,8 +199,7 @@ class CompressedTensor(GroupedTensor):
         tensors = self.parts.tensors
         codes = _unpacked(tensors["weight_packed"].load(), self.bits)[:, : self.shape[1]].contiguous()
         scales = tensors["weight_scale"].load().float()
-        of_input = _groups_of(self.parts, "weight_g_idx", self.shape[1], self._count)
-        return Groups(codes, scales, self._zeros(scales), of_input)
+        return Groups(codes, scales, self._zeros(scales), self._of_input())
 
     def _zeros(self, scales: Tensor) -> Tensor:
         middle = 1 << (self.bits - 1)
@@ -208,6 +218,7 @@ class GPTQTensor(GroupedTensor):
     """A matrix of GPTQ: words along the inputs, transposed. first_zero: 1 if zeros are stored minus 1 (version 1)."""
 
     stored_as = "GPTQ"
+    _group_suffix = "g_idx"
 
     def __init__(self, parts: Parts, bits: int, first_zero: int, needed: Sequence[str] = ()) -> None:
         packed = parts.need("qweight", "I32")
@@ -225,8 +236,7 @@ class GPTQTensor(GroupedTensor):
         codes = _unpacked(tensors["qweight"].load().t(), self.bits)
         zeros = _unpacked(tensors["qzeros"].load(), self.bits)[:, : self.shape[0]].t()
         zeros = (zeros.to(torch.int16) + self._first_zero) & ((1 << self.bits) - 1)
-        of_input = _groups_of(self.parts, "g_idx", self.shape[1], self._count)
-        return Groups(codes, tensors["scales"].load().t().float(), zeros.float(), of_input)
+        return Groups(codes, tensors["scales"].load().t().float(), zeros.float(), self._of_input())
 
 
 class AWQTensor(GroupedTensor):
@@ -238,8 +248,9 @@ class AWQTensor(GroupedTensor):
         packed = parts.need("qweight", "I32")
         super().__init__(parts, (packed.shape[1] * 8, packed.shape[0]), 4)
         scales = parts.need("scales", "BF16", "F16", "F32")
-        count = self._check_groups("scales", scales.shape[::-1], self.shape[0])
-        parts.check(parts.need("qzeros", "I32").shape == (count, packed.shape[1]), "qzeros", "the shape of the scales")
+        self._count = self._check_groups("scales", scales.shape[::-1], self.shape[0])
+        zeros = parts.need("qzeros", "I32")
+        parts.check(zeros.shape == (self._count, packed.shape[1]), "qzeros", "the shape of the scales")
 
     def groups(self) -> Groups:
         tensors = self.parts.tensors

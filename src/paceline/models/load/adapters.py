@@ -102,9 +102,10 @@ def attach(model: AnyModel, paths: Mapping[str, Path], spec: DecoderSpec | None)
     spec: the model's description; None if it has none.
     Raises ModelFormatError for damaged or unsupported files, ParameterError if the model cannot have adapters.
     """
-    if spec is None or not spec.plain_attention or not isinstance(model, Transformer | NativeModel):
-        names = ", ".join(FAMILIES)
-        raise ParameterError("adapters", list(paths), f"none with {model.name}; adapters need a model of {names}")
+    if spec is None or not isinstance(model, Transformer | NativeModel):
+        raise _refusal(model, paths, "runs through transformers' own code")
+    if not spec.plain_attention:
+        raise _refusal(model, paths, f"has {', '.join(_unchanged_parts(spec))}")
     rows, by_layer = AdapterRows(), dict[str, dict[int, list[LowRank]]]()
     for number, path in enumerate(paths.values(), 1):
         for target, change in _load(path, spec, model):
@@ -118,6 +119,24 @@ def attach(model: AnyModel, paths: Mapping[str, Path], spec: DecoderSpec | None)
             changes = _stacked(by_layer[name], len(paths), model.dtype)
             setattr(owner, attribute, AdaptedLinear(getattr(owner, attribute), changes, rows, model))
     model.adapters = adapters
+
+
+def _refusal(model: AnyModel, paths: Mapping[str, Path], why: str) -> ParameterError:
+    instead = "merge the adapter into the model's weights (peft's merge_and_unload)"
+    return ParameterError("adapters", list(paths), f"none with {model.name}, which {why}; {instead}")
+
+
+def _unchanged_parts(spec: DecoderSpec) -> Iterator[str]:
+    """Yield what a model has that adapters do not change."""
+    if spec.recurrent:
+        yield "recurrent layers"
+    for name, has in {
+        "latent attention": any(attention.latent for attention in spec.attentions),
+        "gated attention": any(attention.gated for attention in spec.attentions),
+        "attention sinks": any(attention.sinks for attention in spec.attentions),
+    }.items():
+        if has:
+            yield name
 
 
 def _stacked(changes: Mapping[int, Sequence[LowRank]], count: int, dtype: torch.dtype) -> LowRankChanges:

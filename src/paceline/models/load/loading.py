@@ -151,13 +151,13 @@ def files(path: Path) -> list[Path]:
         return parts(path) if path.is_file() else [path / "config.json", *weight_files(path)]
 
 
-def head_tensors(path: Path) -> tuple[WeightNames, Mapping[str, weights.StoredTensor]]:
+def head_tensors(path: Path, spec: DecoderSpec | None = None) -> tuple[WeightNames, Mapping[str, weights.StoredTensor]]:
     """Return the tensors of a checkpoint's own draft head, not read yet, and their names; none if it has no head.
 
-    Raises the errors of ``load_model``.
+    spec: the head's layer; None: GGUF files' tensors are as they are stored. Raises the errors of ``load_model``.
     """
     if path.is_file():
-        return gguf_config.head_tensors(GGUFFile(path))
+        return gguf_config.head_tensors(GGUFFile(path), spec)
     if not (path / "config.json").is_file():
         return WeightNames({}), {}
     config, scheme = _unquantised_config(path)

@@ -120,7 +120,8 @@ class PackedFile:
         with _threads() as pool:
             checksums = list(pool.map(lambda block: zlib.crc32(block.numpy()), torch.split(memory, _BLOCK)))
         origin = {"origin": self._origin, "source": str(self.source.resolve())}
-        return origin | {"tied": json.dumps(model.tied), "crc32": json.dumps(checksums)}
+        facts = {"tied": model.tied, "ordered": model.ordered, "crc32": checksums}
+        return origin | {name: json.dumps(value) for name, value in facts.items()}
 
     def _read(self) -> NativeModel:
         with safe_open(str(self.path), framework="pt") as file:
@@ -130,25 +131,26 @@ class PackedFile:
         spec = loading.description_of(self.source)
         if spec is None:
             raise ModelFormatError("the model is not of a native family")
-        tied, checksums = _header(metadata)
+        tied, ordered, checksums = _header(metadata)
         spec = dataclasses.replace(spec, tied=tied)
 
         def read_packed(memory: Tensor) -> None:
             _read_into(memory, self.path, checksums)
 
-        native_spec = spec_of(spec, shapes(spec))
+        native_spec = dataclasses.replace(spec_of(spec, shapes(spec)), ordered=ordered)
         return NativeModel(native_spec, str(self.source), quantization=self.quantization, read_packed=read_packed)
 
 
-def _header(metadata: Mapping[str, str]) -> tuple[bool, list[int]]:
-    """Return whether embedding and head are tied, and the checksum of each block."""
+def _header(metadata: Mapping[str, str]) -> tuple[bool, bool, list[int]]:
+    """Return whether embedding and head are tied, whether inputs may be in an order, and each block's checksum."""
     try:
-        tied, checksums = (json.loads(metadata[name]) for name in ("tied", "crc32"))
+        tied, ordered, checksums = (json.loads(metadata[name]) for name in ("tied", "ordered", "crc32"))
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelFormatError("its header is damaged") from error
-    if not isinstance(tied, bool) or not isinstance(checksums, list) or {type(sum_) for sum_ in checksums} - {int}:
+    is_right = isinstance(tied, bool) and isinstance(ordered, bool) and isinstance(checksums, list)
+    if not is_right or {type(sum_) for sum_ in checksums} - {int}:
         raise ModelFormatError("its header is damaged")
-    return tied, checksums
+    return tied, ordered, checksums
 
 
 def _fingerprint(file: Path) -> list[str | int]:

@@ -226,6 +226,13 @@ def _obstacle(spec: DecoderSpec | None, name: str, options: ModelOptions) -> str
     return None
 
 
+def why_not_on_kernels(spec: DecoderSpec, name: str, options: ModelOptions) -> str | None:
+    """Return why a model of this description does not run on the native kernels with these options; None if it does."""
+    if options.attention not in ("auto", "native"):
+        return f"attention={options.attention!r} runs in torch"
+    return _obstacle(spec, name, options) or (native.why_off() if native.select() is None else None)
+
+
 def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     """Return why a model that may run on the native kernels does not, for the start line; None if it does."""
     if isinstance(model, NativeModel) or attention != "auto":
@@ -235,6 +242,6 @@ def why_not_native(model: AnyModel, attention: AttentionName) -> str | None:
     if fits and model.device.type == "cpu" and native.select() is None:
         return native.why_off()
     if isinstance(model, SharedModel):
-        return "the native kernels run whole models, and this one is split over ranks"
+        return "the ranks' dtype is not bfloat16, or they are on several machines"
     obstacle = _obstacle(spec, model.name, ModelOptions(model.dtype, model.device))
     return obstacle or "the kernels do not cover this architecture"

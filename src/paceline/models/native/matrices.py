@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import ModelFormatError
 from paceline.kernels import pack
-from paceline.kernels.pack import Coding, Format, Fp4Weight, Int4Weight, Weight
+from paceline.kernels.pack import Coding, Float8Weight, Format, Fp4Weight, Int4Weight, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.weights import Placement, assemble, check_finite
@@ -50,6 +50,14 @@ class ExactTensor(Protocol):
 
     @property
     def exact_dtype(self) -> torch.dtype: ...
+
+
+@runtime_checkable
+class OrderedTensor(Protocol):
+    """A stored tensor whose codes of 4 bits may have inputs in an order."""
+
+    @property
+    def ordered(self) -> bool: ...
 
 
 @dataclass
@@ -89,6 +97,11 @@ class StoredMatrix:
     parts: Sequence[Placement]
     outcome: Outcome
 
+    @property
+    def ordered(self) -> bool:
+        """See ``ReadMatrix``."""
+        return any(part.stored.ordered for part in self.parts if isinstance(part.stored, OrderedTensor))
+
     def of_expert(self, expert: int) -> Self:
         """Return the matrix of one expert, of those that this one has side by side."""
         parts = (part.of_expert(expert) for part in self.parts)
@@ -97,17 +110,41 @@ class StoredMatrix:
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
         with ThreadPoolExecutor(len(self.parts)) as pool:
-            weight = pack.stack(list(pool.map(lambda part: _read(part, to, self.outcome), self.parts)))
+            codes = list(pool.map(lambda part: self._codes(part, to), self.parts))
+            if not all(_stack(codes[0], other) for other in codes[1:]):
+                codes = [None if one is None or _stands_alone(one) else one for one in codes]
+            weights = list(pool.map(lambda part, own: self._kept(part, own, to), self.parts, codes))
         self.outcome.add(numbers_in(self.parts))
-        return weight
+        return pack.stack(weights)
+
+    def _codes(self, part: Placement, to: Format) -> Weight | None:
+        """Return the stored codes of a part that are kept; None if it has none."""
+        return codes_of(part, to)
+
+    def _kept(self, part: Placement, codes: Weight | None, to: Format) -> Weight:
+        """Return the codes of a part; without any, its numbers rounded to the format."""
+        self.outcome.count(part, kept=codes is not None)
+        return pack.quantise(numbers_of(part), to) if codes is None else codes
 
 
-def _read(part: Placement, to: Format, outcome: Outcome) -> Weight:
-    codes = codes_of(part, to)
-    if isinstance(codes, Int4Weight) and codes.order is not None:
-        codes = None  # the kernels read inputs in the layer's order
-    outcome.count(part, kept=codes is not None)
-    return pack.quantise(numbers_of(part), to) if codes is None else codes
+def _stands_alone(codes: Weight) -> bool:
+    """Whether rows of other codes, or of rounded numbers, cannot stand below these in one matrix."""
+    return kind_of(codes) != "plain" or (isinstance(codes, Int4Weight) and codes.order is not None)
+
+
+def kind_of(codes: Weight | None) -> str:
+    """Return what rounded numbers are not, or "plain"."""
+    if isinstance(codes, Fp4Weight):
+        return "fp4"
+    return "float8 in groups" if isinstance(codes, Float8Weight) and codes.scales.dim() > 1 else "plain"
+
+
+def _stack(one: Weight | None, other: Weight | None) -> bool:
+    """Whether two parts' codes, None for numbers to round, can be rows of one matrix."""
+    orders = [part.order for part in (one, other) if isinstance(part, Int4Weight) and part.order is not None]
+    if orders:
+        return len(orders) == 2 and torch.equal(*orders)
+    return kind_of(one) == kind_of(other)
 
 
 def codes_of(part: Placement, to: Coding) -> Weight | None:

@@ -47,11 +47,13 @@ class NativeModel:
     threads: threads of the kernels; None: torch's number.
     kernels: the kernel library; None: the best for this CPU.
     read_packed: fills memory with weights that were packed before; the spec's tensors then only give the shapes.
+    is_part: whether it is a rank's part of a model (``models.parallel``).
     Raises ModelFormatError for a spec that the kernels cannot run, or without kernels; ParameterError for a bad
     quantization.
     """
 
     paged = True
+    is_part = False
 
     def __init__(
         self,
@@ -87,8 +89,9 @@ class NativeModel:
         self.vocab_size, self.layers = spec.vocab_size, len(spec.layers)
         self.state_shape, self.kv_layers = spec.states, spec.kv_layers
         self.kv_heads, self.head_dim, self.width = spec.kv_heads, spec.head_dim, spec.width
-        self.max_positions, self.tied = spec.max_positions, spec.head is None
+        self.max_positions, self.tied, self.ordered = spec.max_positions, spec.head is None, spec.ordered
         self.dtype, self.device = torch.bfloat16, torch.device("cpu")
+        self.is_part = spec.division is not None
         self._weight_bytes = packed_size(spec, LAYER_FORMAT[quantization], HEAD_FORMAT[quantization])
 
     @classmethod

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_float, pointer
+from ctypes import addressof, c_float, c_int32, pointer
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from paceline.kernels.short_conv import ShortConv
 from paceline.kernels.spec import (
     Activation,
     BlockConvWeights,
+    Division,
     ExpertsNorms,
     ExpertsWeights,
     FusionWeights,
@@ -112,13 +114,15 @@ class PackedDecoder:
         size = packed_size(spec, *formats, shares_ends=ends_of is not None)
         arena = native.Arena(kernels.library, size)
         self.memory = arena.take(size)
-        places = NodePlaces(native.node_pool(kernels))
+        pool = native.node_pool(kernels)
+        alone = spec.division is not None and pool is not None and len(pool.nodes) == 1  # a rank is packed on its node
+        places = NodePlaces(None if alone else pool)
         packer = _Packer(self.memory, fill=read_packed is None, place=places.place)
         model = packer.pack_model(spec, *formats, ends=None if ends_of is None else ends_of.model)
         if read_packed is not None:
             read_packed(self.memory)
         self.nodes = places.nodes
-        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model)
+        tables = _rotate_by_tables(spec, model), _balance_keys(spec, model), _divide(spec.division, model)
         self.model = model
         self._kept, self._kernels, self._threads = (arena, tables, ends_of), kernels, threads
         self.decoder = native.NativeDecoder(kernels, model, self._kept, threads)
@@ -144,6 +148,20 @@ def _rotate_by_tables(spec: NativeSpec, model: abi.CModelSpec) -> object:
     return tables
 
 
+def _divide(division: Division | None, model: abi.CModelSpec) -> object:
+    """Describe a rank's part of a model -> what must outlive the model."""
+    if division is None:
+        return None
+    Edges = c_int32 * (division.ranks + 1)
+    kept = [Edges(*edges) for edges in (division.hidden, division.tokens, *division.attended, *division.activated)]
+    hidden, tokens, *of_layers = map(addressof, kept)
+    for index, into in enumerate(model.layers[: model.layer_count]):
+        into.attended, into.activated = of_layers[index], of_layers[model.layer_count + index]
+    memory, floats = division.memory.data_ptr(), division.numbers_at_once
+    model.ranks = pointer(abi.CRanks(division.rank, division.ranks, hidden, tokens, memory, floats))
+    return kept, division.memory
+
+
 def _balance_keys(spec: NativeSpec, model: abi.CModelSpec) -> list[Tensor]:
     """Set and return the divisors of keys with biases in caches of int8; see ``eight_bits.key_balance``."""
     kept: list[Tensor] = []
@@ -166,6 +184,7 @@ class _Packer:
 
     def __init__(self, memory: Tensor, *, fill: bool, place: Callable[[pack.Packed], None]) -> None:
         self._memory, self._fill, self._place, self.used = memory, fill, place, 0
+        self._ordered = False
 
     def pack_model(
         self, spec: NativeSpec, to: Format, head_to: Format, ends: abi.CModelSpec | None = None
@@ -174,6 +193,7 @@ class _Packer:
 
         ends: the decoder whose embedding and output head are used; None: the spec's are packed.
         """
+        self._ordered = spec.ordered
         layers = [self._layer(spec, layer, to) for layer in spec.layers]
         cached = table_places(spec.kv_layers)
         for layer, place in zip(layers, spec.places, strict=True):
@@ -381,6 +401,8 @@ class _Packer:
         outputs, inputs = linear.weight.shape
         packed = pack.allocate(outputs, inputs, to, linear.bias is not None, self._take)
         self._place(packed)
+        if self._ordered and to == "int4":
+            packed = replace(packed, order=self._take(packed.inputs * torch.int32.itemsize).view(torch.int32))
         if self._fill:
             pack.fill(packed, linear.rounded(to), linear.bias)
         return structs.linear(packed)

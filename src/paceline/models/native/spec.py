@@ -95,6 +95,7 @@ def spec_of(
         positions=None if positions is None else positions[spec.position_offset :],
         embedding_norm=source.norm("embed_norm") if spec.embed_norm else None,
         fusion=_mtp_fusion_of(spec, weights) if spec.mtp else None,
+        ordered=any(reader.ordered for reader in source.readers.values()),
     )
 
 

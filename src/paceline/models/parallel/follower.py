@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -9,19 +10,24 @@ from torch import Tensor
 
 from paceline.config import AttentionName
 from paceline.core.cache import KVCache
+from paceline.core.nodes import Nodes
 from paceline.core.slots import Slots
 from paceline.kernels.attention import AttentionBackend, make_backend
 from paceline.kernels.attention.cached import CachedAttend, PackedCachedAttend
 from paceline.kernels.gpu.graphs import recorded, wait_for
+from paceline.models.parallel.group import Ranks
 from paceline.models.parallel.model import BACKEND_NAMES, PartOfModel
+from paceline.models.parallel.native import NativePart
 from paceline.models.parallel.plan import Op, as_steps, unpacked_pass
 
 
 class Follower:
     """A rank's part of the model and of every cache. It decides nothing."""
 
-    def __init__(self, model: PartOfModel) -> None:
-        self.model, self.ranks = model, model.ranks
+    model: PartOfModel | NativePart
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._caches: dict[int, KVCache] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: object = None
@@ -42,18 +48,20 @@ class Follower:
     def _do(self, op: Op, numbers: tuple[int, ...], tensor: Tensor | None) -> None:
         """Run one operation; numbers and tensor as ``Op`` defines them."""
         match op, numbers, tensor:
-            case Op.FORWARD, (cache, backend, first, longest), Tensor():
-                self._forward(self._caches[cache], BACKEND_NAMES[backend], first, longest, tensor)
+            case Op.FORWARD, (cache, *how), Tensor():
+                self.forward(self._caches[cache], how, tensor)
             case Op.HEAD, (tokens,), None:
-                self._head(tokens)
+                self.head(tokens)
             case Op.COPY_ROW, (cache, source, destination, length), None:
                 self._caches[cache].copy_row(source, destination, length)
             case Op.ERASE_ROW, (cache, row), None:
                 self._caches[cache].erase_row(row)
+            case Op.CUT_ROW, (cache, row, length), None:
+                self._caches[cache].cut(row, length)
             case Op.KEEP, (cache,), Tensor():
                 self._caches[cache].keep(tensor[:, 0], tensor[:, 1], tensor[:, 2:])
             case Op.NEW_CACHE, (cache, rows, positions), None:
-                self._caches[cache] = KVCache(*self.model.cache_shape(rows, positions))
+                self._caches[cache] = KVCache(*self.model.cache_shape(rows, positions), paged=self.model.paged)
             case Op.DROP_CACHE, (cache,), None:
                 del self._caches[cache]
             case Op.CAPTURE, (graph,), None:
@@ -68,6 +76,14 @@ class Follower:
             case _:
                 raise ValueError(f"rank 0 sent an invalid instruction: {op!r} with {len(numbers)} numbers")
 
+    def forward(self, cache: KVCache, how: Sequence[int], tokens: Tensor) -> None:
+        """Run a pass over ``tokens``. how: the operation's numbers behind the cache."""
+        raise NotImplementedError
+
+    def head(self, tokens: int) -> None:
+        """Receive the hidden states of so many tokens, and compute this rank's part of their logits."""
+        raise NotImplementedError
+
     def _capture(self, number: int) -> None:
         """Capture the same passes as rank 0 at the same time."""
         graph = torch.cuda.CUDAGraph()
@@ -76,9 +92,18 @@ class Follower:
         self._pool = self._pool or graph.pool()
         self._graphs[number] = graph
 
-    def _forward(self, cache: KVCache, name: AttentionName, first: int, longest: int, packed: Tensor) -> None:
-        """Run the pass like ``Decoder``; the result is the same as on rank 0."""
-        index, tokens, positions, ancestors = unpacked_pass(packed)
+
+class TorchFollower(Follower):
+    """The same of a model that torch runs."""
+
+    def __init__(self, model: PartOfModel) -> None:
+        super().__init__(model.ranks)
+        self.model: PartOfModel = model
+
+    def forward(self, cache: KVCache, how: Sequence[int], tokens: Tensor) -> None:
+        backend_number, first, longest = how
+        name = BACKEND_NAMES[backend_number]
+        index, tokens, positions, ancestors = unpacked_pass(tokens)
         rows = Slots(index, None if first < 0 else range(first, first + len(index)))
         backend = _backend(name, self.model.device)
         plan = backend.plan(positions, longest, ancestors)
@@ -86,8 +111,24 @@ class Follower:
         attend = (PackedCachedAttend if packs else CachedAttend)(cache, backend, plan, rows)
         self.model.hidden_states(tokens, positions, attend)
 
-    def _head(self, tokens: int) -> None:
+    def head(self, tokens: int) -> None:
         self.model.run_head(self.ranks.receive((tokens, self.model.hidden_width), self.model.dtype))
+
+
+class NativeFollower(Follower):
+    """The same of a model on the CPU kernels."""
+
+    def __init__(self, model: NativePart, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self.model: NativePart = model
+
+    def forward(self, cache: KVCache, how: Sequence[int], tokens: Tensor) -> None:
+        wants_hidden, read, text, *taps = how
+        run = self.model.forward if wants_hidden else self.model.fill
+        run(Nodes(*tokens)._replace(read=read, text=text), cache, taps)
+
+    def head(self, tokens: int) -> None:
+        self.model.logits(self.ranks.receive((tokens, self.model.width), torch.float32))
 
 
 @cache

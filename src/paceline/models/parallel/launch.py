@@ -15,39 +15,74 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from paceline.config import QuantizationName
+from paceline.core.cpus import Node, pinned
 from paceline.errors import ParameterError, RankError
+from paceline.kernels.native import kernel_threads
 from paceline.models.description.shards import ModelShard
+from paceline.models.description.spec import DecoderSpec
 from paceline.models.files.boundary import Source
-from paceline.models.load.loading import check_shardable, load_shard
-from paceline.models.parallel.follower import Follower
+from paceline.models.load.loading import check_shardable, description_of, load_shard, open_checkpoint
+from paceline.models.load.prepare import ModelOptions, why_not_on_kernels
+from paceline.models.parallel.follower import Follower, NativeFollower, TorchFollower
 from paceline.models.parallel.group import FOREVER, Ranks
-from paceline.models.parallel.model import LeadingPart, PartOfModel, RankProcesses
+from paceline.models.parallel.leading import RankProcesses
+from paceline.models.parallel.model import LeadingPart, PartOfModel
+from paceline.models.parallel.native import LeadingNative, NativePart, new_exchange, open_exchange
 from paceline.models.parallel.plan import Op, Step, as_numbers
 
 _LOOK = 0.02  # seconds between two checks whether the others are ready
 _WATCH = 0.2  # seconds between two checks whether they still run
 _END_TIMEOUT = 5.0  # seconds that a rank has to end after it was told to
 
+Native = TypeVar("Native", bound=NativePart)
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank."""
+    """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank.
+
+    quantization: of the CPU kernels. nodes: the NUMA nodes of each rank; empty: the system places them.
+    exchange: the file in which parts on the CPU kernels exchange activations; None: torch runs the parts.
+    """
 
     path: str
     dtype: str
     device: str
     threads: int
+    quantization: QuantizationName | None = None
+    nodes: Sequence[Sequence[tuple[int, Sequence[int]]]] = ()
+    exchange: str | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def nodes_of(self, rank: int) -> tuple[Node, ...]:
+        """The NUMA nodes of a rank."""
+        return tuple(Node(number, tuple(cpus)) for number, cpus in self.nodes[rank]) if self.nodes else ()
+
+    def native_part(self, kind: type[Native], share: ModelShard) -> Native:
+        """Pack a rank's part of the model on the CPU kernels."""
+        assert self.exchange is not None
+        whole = open_checkpoint(Path(self.path))
+        assert whole is not None, "check_shardable refuses other families"
+        assert self.quantization != "fp8", "_runs_on_kernels refuses it"
+        return kind(whole, share, open_exchange(Path(self.exchange)), self.torch_dtype, self.quantization)
 
     def check(self, ranks: int) -> None:
         """Raise ParameterError if this machine does not have a device for each of the ranks."""
@@ -179,36 +214,79 @@ def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
     return named
 
 
-def lead(source: Source, share: ModelShard, dtype: torch.dtype, device: torch.device, threads: int) -> LeadingPart:
-    """Rank 0's part of a model, with the other ranks ready.
+def lead(
+    source: Source, share: ModelShard, options: ModelOptions, threads: int, nodes: Sequence[Sequence[Node]] = ()
+) -> LeadingPart | LeadingNative:
+    """Rank 0's part of a model, with the other ranks ready. nodes: the NUMA nodes of each rank.
 
     Raises what ``load_shard`` raises, or RankError if another rank could not start.
     """
     launched = check_launched(share.ranks) is not None
     path = check_shardable(source, share)
-    settings = Settings(str(path.absolute()), str(dtype).removeprefix("torch."), str(device), threads)
+    settings = Settings(
+        str(path.absolute()),
+        str(options.dtype).removeprefix("torch."),
+        str(options.device),
+        threads,
+        options.quantization,
+        [[(node.number, node.cpus) for node in of_rank] for of_rank in nodes],
+    )
     settings.check(share.ranks)
+    spec = description_of(path)
+    assert spec is not None, "check_shardable refuses other families"
+    exchange = new_exchange(spec, share.ranks) if _runs_on_kernels(spec, str(path), options) else None
+    settings = replace(settings, exchange=None if exchange is None else str(exchange))
     processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
     try:
         return _lead(processes, share, settings, launched)
     except BaseException:
         processes.end(None, orderly=False)
         raise
+    finally:
+        if exchange is not None:
+            exchange.unlink()  # all ranks have mapped it
 
 
-def _lead(processes: Spawned | Launched, share: ModelShard, settings: Settings, launched: bool) -> LeadingPart:
+def on_one_machine() -> bool:
+    """Whether all ranks are on this machine."""
+    return launched_share() is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _runs_on_kernels(spec: DecoderSpec, name: str, options: ModelOptions) -> bool:
+    """Whether the CPU kernels run the ranks' parts. Raises ParameterError if they were asked for and do not."""
+    reason = why_not_on_kernels(spec, name, options)
+    if reason is None and not on_one_machine():
+        reason = "ranks on the CPU kernels exchange activations in the memory of one machine"
+    if reason is not None and options.quantization is not None:
+        raise ParameterError("quantization", options.quantization, f"None with several ranks here: {reason}")
+    if reason is not None and options.attention == "native":
+        raise ParameterError("attention", "native", f"'auto' with several ranks here: {reason}")
+    return reason is None
+
+
+def _lead(
+    processes: Spawned | Launched, share: ModelShard, settings: Settings, launched: bool
+) -> LeadingPart | LeadingNative:
     store, device = processes.store, settings.device_of(0)
     store.set("settings", json.dumps(asdict(settings)))
-    config, weights = load_shard(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
-    _wait_for(store, processes, share)
-    ranks = Ranks(store, share, device, interface_of() if launched else None)
-    model = LeadingPart(config, weights, settings.path, ranks, processes)
-    weakref.finalize(model, processes.end, ranks, orderly=True)  # also when this process ends
-    processes.watch(partial(_on_rank_ended, weakref.ref(model), ranks))
+    interface = interface_of() if launched else None
+    model: LeadingPart | LeadingNative
+    if settings.exchange is not None:
+        with pinned(settings.nodes_of(0)):  # pages lie where they are written, even if the system binds none
+            model = settings.native_part(LeadingNative, share)
+        _wait_for(store, processes, share)
+        model.follow(Ranks(store, share, device, interface), processes)
+    else:
+        config, weights = load_shard(settings.path, share, dtype=settings.torch_dtype, device=device)
+        _wait_for(store, processes, share)
+        ranks = Ranks(store, share, device, interface)
+        model = LeadingPart(config, weights, settings.path, ranks, processes)
+    weakref.finalize(model, processes.end, model.ranks, orderly=True)  # also when this process ends
+    processes.watch(partial(_on_rank_ended, weakref.ref(model), model.ranks))
     return model
 
 
-def _on_rank_ended(model: weakref.ref[LeadingPart], ranks: Ranks) -> None:
+def _on_rank_ended(model: weakref.ref[LeadingPart | LeadingNative], ranks: Ranks) -> None:
     """Report that a rank has ended. NCCL would wait for it without end; gloo notices by itself."""
     if ranks.device.type == "cuda":
         ranks.abort()
@@ -235,18 +313,27 @@ def serve(store: Store, share: ModelShard, interface: str | None = None, place: 
     store.set_timeout(FOREVER)
     try:
         settings = Settings(**json.loads(store.get("settings")))
-        device = settings.device_of(share.rank if place is None else place)
+        device, nodes = settings.device_of(share.rank if place is None else place), settings.nodes_of(share.rank)
         torch.set_num_threads(settings.threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        config, weights = load_shard(settings.path, share, dtype=getattr(torch, settings.dtype), device=device)
+        with pinned(nodes), kernel_threads(settings.threads, nodes):
+            follower = _follower_of(settings, share, device)
     except Exception as error:
         store.set(f"failed/{share.rank}", f"{type(error).__name__}: {error}")
         raise
     store.set(f"ready/{share.rank}", "")
     store.wait(["go"])
-    ranks = Ranks(store, share, device, interface)
-    Follower(PartOfModel(config, weights, settings.path, ranks)).run()
+    with kernel_threads(settings.threads, nodes):
+        follower(Ranks(store, share, device, interface)).run()
+
+
+def _follower_of(settings: Settings, share: ModelShard, device: torch.device) -> Callable[[Ranks], Follower]:
+    """Load a rank's part -> what makes it follow."""
+    if settings.exchange is not None:
+        return partial(NativeFollower, settings.native_part(NativePart, share))
+    config, weights = load_shard(settings.path, share, dtype=settings.torch_dtype, device=device)
+    return lambda ranks: TorchFollower(PartOfModel(config, weights, settings.path, ranks))
 
 
 def serve_if_launched(ranks: int) -> None:

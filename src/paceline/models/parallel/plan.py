@@ -21,13 +21,15 @@ class Op(IntEnum):
     DROP_CACHE = 2  # cache
     COPY_ROW = 3  # cache, source, destination, length
     KEEP = 4  # cache; [B, 2 + k]: rows, text, paths
-    FORWARD = 5  # cache, backend, first of consecutive rows or -1, longest; [B, L, 3 or 3 + L]: see ``packed_pass``
+    FORWARD = 5  # cache, backend, first of consecutive rows or -1, longest; [B, L, 3 or 3 + L]: see ``packed_pass``.
+    # On the CPU kernels: cache, whether hidden states are wanted, Nodes.read, Nodes.text, taps; [3 or 5, N]
     HEAD = 6  # tokens; their hidden states follow
     CAPTURE = 7  # graph: what follows until CAPTURED is captured, not run (CUDA)
     CAPTURED = 8
     REPLAY = 9  # graph
     DROP_GRAPH = 10  # graph
     ERASE_ROW = 11  # cache, row
+    CUT_ROW = 12  # cache, row, length
 
 
 @dataclass(frozen=True)
