@@ -162,7 +162,10 @@ def table() -> Iterator[str]:
 
 
 def _words(found: FittedRows | None) -> str:
-    return "too large" if found is None else f"{found.rows} x {found.positions}"
+    if found is None:
+        return "too large"
+    whole = found.budget.max_rows(found.positions)
+    return f"{found.rows} x {found.positions}" + (f" ({whole} whole)" if whole < found.rows else "")
 
 
 if __name__ == "__main__":

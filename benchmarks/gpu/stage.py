@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
+from paceline.core.pages import pages_for
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.rounds.program import DeviceRound
 from paceline.errors import PacelineError
@@ -70,11 +71,13 @@ class Stage:
         self.setting, self.device = setting, target.device
         positions = setting.context + ROOM
         sizes = setting.rows, positions, target.vocab_size
-        self.target = Decoder(target, make_backend(setting.attention, self.device), *sizes)
-        self._draft = DraftDecoder(draft, make_backend(setting.attention, self.device), *sizes)
+        backend = make_backend(setting.attention, self.device)
+        pool = setting.rows * pages_for(positions) if backend.name == "ragged" else None  # as an engine has them
+        self.target = Decoder(target, backend, *sizes, pool=pool)
+        self._draft = DraftDecoder(draft, make_backend(setting.attention, self.device), *sizes, pool=pool)
+        generator = torch.Generator(self.device).manual_seed(0)
         for decoder in (self.target, self._draft):
-            decoder.cache.keys.normal_()
-            decoder.cache.values.normal_()
+            decoder.cache.randomise(setting.rows, positions, generator)
         self.batch = Batch(setting.rows, positions, target.vocab_size, self.device)
         self._fill(target.vocab_size)
         self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host

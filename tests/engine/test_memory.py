@@ -11,6 +11,7 @@ import pytest
 import torch
 from benchmarks.gpu import cards
 
+from head_support import tiny_head
 from paceline.config import EngineConfig
 from paceline.core.row_tables import GROWS
 from paceline.engine import memory
@@ -22,7 +23,7 @@ PLAIN = EngineConfig(drafter=None, num_speculative_tokens=0)
 
 
 def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> None:
-    """16 rows of 4096 tokens are the default: less is chosen where they do not fit, and said."""
+    """16 rows of 4096 tokens are the default: an address range, in which rows grow into the pages that there are."""
     pytest.importorskip("triton", reason="triton is not installed")
     kinds = (("Qwen3-4B", "bf16"), ("Qwen3-8B", "bf16"), ("Qwen3-8B", "int8"), ("Qwen3-8B", "int4: AWQ"))
     small, large, rounded, awq = (cards.planned(*each) for each in kinds)
@@ -38,15 +39,36 @@ def test_cards_that_people_own_hold_models_of_4_and_8_billion_parameters() -> No
     ):
         found = cards.fitted(model, card)
         assert found is not None
-        assert (found.positions, found.rows >= least) == (4096, True)
-        assert (found.note == "") == (found.rows == 16)
+        assert found.pool is not None
+        assert (found.positions, found.rows, found.note) == (4096, 16, "")
+        assert min(found.budget.max_rows(4096), 16) >= least
+        pages = found.pool * found.budget.bytes_for(1)
+        assert found.budget.limit - found.budget.bytes_for(1) < pages <= found.budget.limit
         plan = plan_memory(model, None, EngineConfig(drafter="ngram"), found.rows, found.positions)
-        assert plan.weights + plan.to_allocate < card * GIB - cards.TAKEN
+        assert plan.weights + plan.to_allocate - plan.caches + pages < card * GIB - cards.TAKEN
         plain = cards.fitted(model, card, drafter=None)
         assert plain is not None
-        assert plain.rows >= found.rows
+        assert plain.budget.limit >= found.budget.limit
     assert cards.fitted(large, 16) is None
-    assert cards.fitted(large, 24, max_batch_size=16, max_model_len=4096) is None
+    longer = cards.fitted(large, 24, max_batch_size=16, max_model_len=32768)
+    assert longer is not None
+    assert longer.budget.max_rows(32768) == 1
+    assert cards.fitted(large, 24, max_batch_size=16, max_model_len=40960, kv_cache_dtype="int8") is not None
+    assert cards.fitted(large, 24, max_batch_size=4, max_model_len=131072) is None
+
+
+def test_a_head_beside_pages_is_whole_and_no_part_of_the_pool() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    model, head = cards.planned("Qwen3-8B", "int8"), tiny_head(ToyModel(max_positions=4096), 4096)
+    head.device = model.device
+    config = EngineConfig(drafter="feature", max_batch_size=16, max_model_len=4096)
+    plan, plain = (plan_memory(model, draft, config, 16, 4096) for draft in (head, None))
+    assert plan.caches == plain.caches == 16 * 64 * row_bytes(model, head, config, 1)
+    assert plan.head == 16 * (4097 * 2 * head.kv_heads * head.head_dim * 4 + head.fused_bytes(4096))
+    assert "caches of the draft head" in str(plan)
+    found = fit_memory(model, head, config, 4096, 6 * GIB)
+    assert found.budget.is_short
+    assert found.budget.limit == 6 * GIB - int(0.1 * 6 * GIB) - plan.beside_caches
 
 
 def test_the_table_for_owners_of_a_gpu_is_the_planners() -> None:

@@ -72,7 +72,7 @@ def plain_answers(asked: list[tuple[RequestOutput, SamplingParams]]) -> list[lis
 def chat(engine: Engine, seed: int, turns: int) -> None:
     """Random chats that continue, branch, are aborted and end together; checks texts, pages and memory."""
     rng, limit = random.Random(seed), engine.room.limit if engine.room.is_short else 2**40
-    spare = sum(sum(storage._page_bytes) for storage in storages(engine))  # page 0 is no row's
+    spare = sum(storage.page_bytes for storage in storages(engine))  # page 0 is no row's
     texts, asked = [prompt_of(200, seed)], []
     for name in range(turns):
         known = rng.choice(texts[-6:])[: LONGEST - 60]
@@ -145,7 +145,7 @@ def test_rows_that_share_a_prompt_fit_where_rows_of_their_own_do_not() -> None:
         engine.step()
         engine.scheduler.check_integrity()
         most = max(most, len(engine.slots.used))
-        assert memory_of(engine) <= engine.room.limit + sum(storages(engine)[0]._page_bytes)
+        assert memory_of(engine) <= engine.room.limit + storages(engine)[0].page_bytes
     assert most == 3
     assert first.finished
     assert [output.cached_tokens for output in outputs] == [300] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 
 from paceline.core.cache import KVCache
 from paceline.core.eight_bits import vector_width
-from paceline.core.pages import blocks_for
+from paceline.core.pages import PAGE_POSITIONS, blocks_for, pages_for
 from paceline.kernels import abi, native, pack, structs
 from paceline.kernels.abi import Epilogue
 from paceline.kernels.attention.base import AttentionTerms
@@ -276,6 +277,26 @@ def ragged_cache(
         keys[row, :, length:] = GARBAGE
         values[row, :, length:] = -GARBAGE
     return keys.to(device), values.to(device)
+
+
+def in_pages(tables: Sequence[Tensor], lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Tables [R, G, P, W] in scattered pages [pages, G, 64, W], and the rows' pages, int32 [R, blocks].
+
+    Blocks behind a row's length have page 0, which holds NaN.
+    """
+    blocks = blocks_for(tables[0].shape[2])
+    owned = [(row, block) for row, length in enumerate(lengths) for block in range(pages_for(length))]
+    pages = torch.zeros(len(lengths), blocks, dtype=torch.int32, device=tables[0].device)
+    numbers = random.Random(len(owned)).sample(range(1, len(owned) + 3), len(owned))
+    found = [table.new_zeros(len(owned) + 3, table.shape[1], PAGE_POSITIONS, table.shape[3]) for table in tables]
+    for (row, block), page in zip(owned, numbers, strict=True):
+        pages[row, block] = page
+        for own, table in zip(found, tables, strict=True):
+            part = table[row, :, block * PAGE_POSITIONS : (block + 1) * PAGE_POSITIONS]
+            own[page, :, : part.shape[1]] = part
+    for own in found:
+        own[0].view(torch.int8).fill_(-1)  # NaN, also of a scale
+    return found, pages
 
 
 def ragged(lengths: dict[int, int], starts: dict[int, int] | None = None) -> tuple[Tensor, Tensor]:

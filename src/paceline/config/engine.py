@@ -268,8 +268,9 @@ class EngineConfig:
         Whole(1, MAX_BYTES),
         Help(
             "Bytes that the engine may take. Default: the machine's free memory.",
-            more="On Linux CPUs rows take memory as they grow: where not all rows fit at their longest, the last to "
-            "begin give way, and go on later. Elsewhere all rows have to fit at their longest.",
+            more="On Linux CPUs, and with ragged attention on GPUs, rows take memory as they grow: where not all rows "
+            "fit at their longest, the last to begin give way, and go on later. Elsewhere all rows have to fit at "
+            "their longest.",
         ),
     ] = None
 

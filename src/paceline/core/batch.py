@@ -279,6 +279,11 @@ class Batch:
         """Cache positions of a row that must end at ``limit`` tokens, with those of draft tokens beyond it."""
         return min(limit + MAX_SPECULATION_LENGTH, self.positions)
 
+    def ends_after(self, tokens: int) -> list[int]:
+        """Cache positions that each live row has once it is ``tokens`` longer, at most those that it may need."""
+        ends = zip(self.lengths, self.limits, strict=True)
+        return [min(length + tokens, self.positions_for(limit)) for length, limit in ends]
+
     @property
     def max_gain(self) -> int:
         """Maximum number of tokens that a live row may gain in one round."""

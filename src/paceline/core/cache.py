@@ -45,10 +45,11 @@ class KVCache:
     """Keys and values of every layer that has some.
 
     Layers of one shape lie together in a table of keys and one of values: [layer, row, head, position, dim], or by
-    pages if the CPU kernels read and write them (``PagedTables``). With a dtype of 8 bits, ``dim`` is the stored width
-    of a vector with its scale (``core.eight_bits``).
+    pages (``PagedTables``) if the CPU kernels or ragged attention on a device read them. With a dtype of 8 bits,
+    ``dim`` is the stored width of a vector with its scale (``core.eight_bits``).
 
-    layers: the heads of each layer. paged: whether by pages. storage: what holds the tables.
+    layers: the heads of each layer. paged: whether by pages. pool: number of pages; None: those of all rows.
+    storage: what holds the tables.
     shapes: of the tables, in the order in which layers first have them. layer_counts: number of layers of each shape.
     places: each layer's table, and place in it.
     of_shapes: the tables of each shape: keys and values, which may be a part of the keys.
@@ -67,6 +68,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         paged: bool = False,
+        pool: int | None = None,
     ) -> None:
         least = min((each.heads for each in layers), default=1)
         for name, value in (("layers", len(layers)), ("rows", rows), ("heads", least), ("positions", positions)):
@@ -76,7 +78,8 @@ class KVCache:
         self.shapes = tuple(self.layer_counts)
         self.places = table_places(layers)
         tables = _tables_of(self.layer_counts, dtype)
-        self.storage = (PagedTables if paged else RowTables)(tables, rows, positions, dtype, torch.device(device))
+        sizes = tables, rows, positions, dtype, torch.device(device)
+        self.storage = PagedTables(*sizes, pool) if paged else RowTables(*sizes)
         self.rows, self.positions, self.dtype, self.device = rows, positions, dtype, torch.device(device)
         self.of_shapes = self._keys_and_values()
         self.adapter_of = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -93,6 +96,21 @@ class KVCache:
     def grows(self) -> bool:
         """Whether rows take only the memory that they use."""
         return self.storage.grows
+
+    @property
+    def pages(self) -> Tensor | None:
+        """Page of each block of each row, [rows, blocks] int32 on the device; None if rows lie side by side."""
+        return self.storage.pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all tables; 0 without pages."""
+        return self.storage.page_bytes
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether its memory is a fixed number of pages."""
+        return self.storage.has_pool
 
     @property
     def sizes(self) -> list[int]:
@@ -131,6 +149,12 @@ class KVCache:
         table, place = self.places[layer]
         keys, values = self.of_shapes[table]
         return self.storage.layer(keys, place), self.storage.layer(values, place)
+
+    def in_place(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as they lie in memory: as ``layer`` has them, or [page, head, place, dim]."""
+        table, place = self.places[layer]
+        keys, values = self.of_shapes[table]
+        return self.storage.of_layer(keys, place), self.storage.of_layer(values, place)
 
     def write_index(self, rows: Tensor, positions: Tensor, table: int = 0) -> list[Tensor]:
         """Flat indices of the slots ``positions`` [B, L] of ``rows`` [B] in keys and values: [B * heads * L] int64.

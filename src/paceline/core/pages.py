@@ -59,15 +59,20 @@ class PageTable:
     held: number of blocks of each slot that have a page.
     freed: pages that no slot has any more, with the data that they had. unused: those whose memory was given back.
     fresh: the first page that was never used; the following ones were not either.
+    changed: slots whose pages have changed since ``take_changed``.
+
+    count: pages beside page 0; None: enough for all slots at their full length.
     """
 
-    def __init__(self, slots: int, positions: int) -> None:
+    def __init__(self, slots: int, positions: int, count: int | None = None) -> None:
         self.pages = torch.zeros(slots, blocks_for(positions), dtype=torch.int32)
-        self.references = torch.zeros(1 + slots * pages_for(positions), dtype=torch.int32)
+        count = slots * pages_for(positions) if count is None else count
+        self.references = torch.zeros(1 + count, dtype=torch.int32)
         self.held = [0] * slots
         self.freed: list[int] = []
         self.unused: list[int] = []
         self.fresh = 1
+        self.changed: set[int] = set()
         self._pages, self._references = self.pages.numpy().data, self.references.numpy().data
 
     @property
@@ -115,6 +120,7 @@ class PageTable:
         """
         self.cut(slot, 0)
         self.held[slot] = min(pages_for(positions), self.held[source])
+        self.changed.add(slot)
         for block in range(self.held[slot]):
             self._pages[slot, block] = page = self._pages[source, block]
             self._references[page] += 1
@@ -124,11 +130,17 @@ class PageTable:
         """Free the pages of a slot behind its first ``positions``."""
         for block in range(pages_for(positions), self.held[slot]):
             page = self._pages[slot, block]
+            self.changed.add(slot)
             self._pages[slot, block] = 0
             self._references[page] -= 1
             if not self._references[page]:
                 self.freed.append(page)
         self.held[slot] = min(self.held[slot], pages_for(positions))
+
+    def take_changed(self) -> set[int]:
+        """Return the slots whose pages have changed since the last call."""
+        changed, self.changed = self.changed, set()
+        return changed
 
     def take_freed(self) -> list[int]:
         """Return the freed pages in ascending order; they count as pages without data from now on."""
@@ -151,9 +163,11 @@ class PageTable:
         if free := self.freed or self.unused:
             page = free.pop()
         else:
+            assert self.fresh < len(self.references), "no page is left: more rows were admitted than pages suffice for"
             page, self.fresh = self.fresh, self.fresh + 1
         self._references[page] = 1
         self._pages[slot, block] = page
+        self.changed.add(slot)
         return page
 
     def check_integrity(self) -> None:

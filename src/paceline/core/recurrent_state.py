@@ -298,8 +298,9 @@ class StatefulCache(KVCache):
         device: torch.device | str = "cpu",
         *,
         paged: bool = False,
+        pool: int | None = None,
     ) -> None:
-        super().__init__(layers, rows, positions, dtype, device, paged=paged)
+        super().__init__(layers, rows, positions, dtype, device, paged=paged, pool=pool)
         self.states = RecurrentStates(shape, rows, device)
 
     def keep(self, rows: Tensor, text: Tensor, paths: Tensor) -> None:

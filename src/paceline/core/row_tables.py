@@ -68,7 +68,10 @@ class RowTables:
 
     shapes: outer, inner and dim of each table.
     sizes: number of slots of each row, ``positions`` unless ``resize`` was called.
+    pages, page_bytes, has_pool: what ``PagedTables`` have; there are none.
     """
+
+    pages, page_bytes, has_pool = None, 0, False
 
     def __init__(
         self,
@@ -113,12 +116,14 @@ class RowTables:
         return outer * inner * _up((positions + 1) * dim * dtype.itemsize if positions else 0, mmap.PAGESIZE)
 
     def resize(self, row: int, positions: int) -> None:
-        """Set the number of slots of a row; the memory of slots beyond is freed and their content is lost.
+        """Set the number of slots of a row. Where rows grow, the memory of slots beyond is freed.
 
-        The tables must be ones that grow (``grows``).
+        Elsewhere rows keep their memory; the size is noted for those that compare it with other caches'.
         """
-        assert self.grows
         assert 0 <= positions <= self.positions
+        if not self.grows:
+            self.sizes[row] = positions
+            return
         shrinks, self._is_sized = positions < self.sizes[row], True
         self.sizes[row] = self._ends[row] = positions
         if shrinks:
@@ -130,9 +135,11 @@ class RowTables:
         for pages in self._pages:
             pages.give_back(row, slots + 1 if slots else 0)
 
-    def layer(self, table: Tensor, layer: int) -> Tensor:
+    def of_layer(self, table: Tensor, layer: int) -> Tensor:
         """Return the vectors of an outer index, [row, inner, slot, dim]."""
         return table[layer]
+
+    layer = of_layer
 
     def by_row(self, table: Tensor) -> Tensor:
         """Return a table, [outer, row, inner, slot, dim]."""

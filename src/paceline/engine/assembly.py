@@ -60,12 +60,17 @@ class Models:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes an engine's parts. slots: of all caches. max_model_len: tokens of its longest sequence."""
+    """Makes an engine's parts.
+
+    slots: of all caches. max_model_len: tokens of its longest sequence. pool: pages of each cache that ragged attention
+        reads by pages; None: rows lie side by side.
+    """
 
     models: Models
     config: EngineConfig
     slots: int
     max_model_len: int
+    pool: int | None = None
 
     def backend(self) -> AttentionBackend:
         """Return the attention backend of models that do not run their own attention."""
@@ -75,7 +80,7 @@ class Assembly:
 
     def target(self) -> Decoder:
         """Return the target's decoder, with a cache of all slots."""
-        return Decoder(self.models.target, *self._sizes(self.models.target))
+        return Decoder(self.models.target, *self._sizes(self.models.target), pool=self.pool)
 
     def _sizes(self, model: AnyModel) -> tuple[AttentionBackend, int, int, int, torch.dtype]:
         vocab_size, dtype = self.models.target.vocab_size, cache_dtype(model, self.config)
@@ -96,7 +101,7 @@ class Assembly:
             return TorchHeadDecoder(model, *sizes)
         if runs_native_rounds(model) and model.vocab_size == self.models.target.vocab_size:
             return NativeDraftDecoder(model, *sizes)
-        return DraftDecoder(model, *sizes)
+        return DraftDecoder(model, *sizes, pool=self.pool)
 
     def drafter(self, target: Decoder) -> Drafter:
         """Return the drafter. Raises ParameterError if something that it needs is missing."""

@@ -84,7 +84,7 @@ class Engine:
         self._ids = itertools.count()
         self._requests: dict[str, RequestOutput] = {}
         self.last_verdict: Verdict | None = None  # of the last step; None if it ran no round
-        self._assembly = Assembly(models, config, self.room.slots, self.max_model_len)
+        self._assembly = Assembly(models, config, self.room.slots, self.max_model_len, self._fitted.pool)
         target = self._assembly.target()
         adapters = () if target.adapters is None else target.adapters.names
         self._intake = Intake(

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-import torch
-
 from paceline.config import MAX_SPECULATION_LENGTH, EngineConfig
 from paceline.core.cache import KVCache
 from paceline.core.cache_budget import KVCacheBudget
@@ -20,6 +18,7 @@ from paceline.drafters.vocabulary_size import short_head_bytes
 from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.rounds.kernels import runs_native_rounds, workspace_bytes
 from paceline.errors import CapacityError, ParameterError
+from paceline.kernels.attention import chosen_backend
 from paceline.models.base import AnyModel, FlatModel, is_paged, kv_layers_of, state_shape_of
 from paceline.models.torch.transformer import Transformer
 
@@ -43,6 +42,7 @@ class MemoryPlan:
     weights: of all models; loaded already.
     states: of recurrent layers, of all rows.
     caches: limit of the KV caches of target and draft model together.
+    head: caches of a draft head where the target's rows have pages, and its own do not: all rows' at full length.
     workspace: temporary tensors of a round and of a prefill chunk, and the output head of a short draft vocabulary.
     """
 
@@ -50,14 +50,21 @@ class MemoryPlan:
     states: int
     caches: int
     workspace: int
+    head: int = 0
+
+    @property
+    def beside_caches(self) -> int:
+        """Bytes to allocate that do not depend on how far rows grow."""
+        return self.states + self.workspace + self.head
 
     @property
     def to_allocate(self) -> int:
-        return self.states + self.caches + self.workspace
+        return self.beside_caches + self.caches
 
     def __str__(self) -> str:
         states = {"recurrent states": self.states} if self.states else {}
-        parts = {"weights": self.weights, **states, "caches": self.caches, "workspace": self.workspace}
+        head = {"caches of the draft head": self.head} if self.head else {}
+        parts = {"weights": self.weights, **states, "caches": self.caches, **head, "workspace": self.workspace}
         return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
 
 
@@ -74,9 +81,12 @@ def plan_memory(
     draft_logits = rows * target.vocab_size * 4 if drafts_natively else 0  # NativeDrafting.scratch
     workspace = logits + activations + draft_logits + workspace_bytes(target, tokens, taps)
     workspace += short_head_bytes(target, draft, config) + _attention_bytes(target, config, rows, positions)
+    if has_pages(target, config):
+        workspace += row_bytes(target, draft, config, 1)  # page 0, which is no row's
     caches = rows * row_bytes(target, draft, config, positions)
     weights = sum(m.weight_bytes() for m in models)
-    return MemoryPlan(weights, state_bytes(target, config, rows), caches, workspace)
+    head = rows * _head_bytes(target, draft, config, positions)
+    return MemoryPlan(weights, state_bytes(target, config, rows), caches, workspace, head)
 
 
 def _most_drafted(config: EngineConfig) -> int:
@@ -114,18 +124,42 @@ def _prefix_state_bytes(target: AnyModel, config: EngineConfig) -> int:
 
 
 def row_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
-    """Return the bytes of a row of ``positions`` tokens in all caches."""
-    cached = [target] if draft is None or not config.asks_draft_model else [target, draft]
-    return sum(_cache_bytes(model, cache_dtype(model, config), positions) for model in cached)
+    """Return the bytes of a row of ``positions`` tokens in all caches, but those that ``_head_bytes`` counts."""
+    own = _cache_bytes(target, config, positions)
+    if draft is None or not config.asks_draft_model or _is_beside_pages(target, draft, config):
+        return own
+    return own + _cache_bytes(draft, config, positions)
 
 
-def _cache_bytes(model: AnyModel, dtype: torch.dtype, positions: int) -> int:
+def _head_bytes(target: AnyModel, draft: AnyModel | None, config: EngineConfig, positions: int) -> int:
+    """Return the bytes of a row of a draft head without pages, beside a target that has some; 0 without such a head."""
+    if draft is None or not config.asks_draft_model or not _is_beside_pages(target, draft, config):
+        return 0
+    return _cache_bytes(draft, config, positions)
+
+
+def _is_beside_pages(target: AnyModel, draft: AnyModel, config: EngineConfig) -> bool:
+    return has_pages(target, config) and not has_pages(draft, config)
+
+
+def has_pages(model: AnyModel, config: EngineConfig) -> bool:
+    """Return whether a model's rows have pages that ragged attention reads.
+
+    A head's have none, nor do those of a target that ranks share, which are not told the pages.
+    """
+    if isinstance(model, FlatModel | HeadModel) or config.tensor_parallel > 1:
+        return False
+    return chosen_backend(config.attention, model.device) == "ragged"
+
+
+def _cache_bytes(model: AnyModel, config: EngineConfig, positions: int) -> int:
     """Return the bytes of a row's keys and values, and of the hidden states that a draft head stores."""
-    layers, fused = kv_layers_of(model), 0
+    layers, dtype, fused = kv_layers_of(model), cache_dtype(model, config), 0
     if isinstance(model, HeadModel):
         fused, positions = model.fused_bytes(positions), positions + model.slots_behind
-    if grows_on(model.device) or is_paged(model):
-        kept = KVCache.growing_bytes(layers, positions, dtype, paged=is_paged(model))
+    paged = is_paged(model) or has_pages(model, config)
+    if grows_on(model.device) or paged:
+        kept = KVCache.growing_bytes(layers, positions, dtype, paged=paged)
     else:
         kept = KVCache.bytes_for(layers, 1, positions, dtype)
     return kept + fused
@@ -136,12 +170,14 @@ class FittedRows:
     """Rows that fit into memory.
 
     rows: sequences at once. positions: tokens of the longest. budget: memory of their caches.
+    pool: pages of each cache that ragged attention reads; None: rows have none.
     note: why they are fewer or shorter than by default, for the start line; empty if they are not.
     """
 
     rows: int
     positions: int
     budget: KVCacheBudget
+    pool: int | None = None
     note: str = ""
 
 
@@ -162,16 +198,16 @@ def fit_memory(
     if config.prefix_memory and not machine.keeps_apart:
         allowed = "0 or left out here: only on the CPU kernels of Linux do prefixes take memory of their own"
         raise ParameterError("prefix_memory", config.prefix_memory, allowed)
-    if (budget := machine.budget(config.rows, positions)) is not None:
-        return FittedRows(config.rows, positions, budget)
+    if (fitted := machine.fitted(config.rows, positions)) is not None:
+        return fitted
     note = machine.shortage(config.rows, positions)
     shortens = config.max_model_len is None
     if shortens and machine.rows_grow and (fitted := machine.shorter(config.rows, positions, note)) is not None:
         return fitted
     if config.max_batch_size is None:
         rows = _most(lambda rows: machine.budget(rows, positions) is not None, config.rows)
-        if (budget := machine.budget(rows, positions) if rows else None) is not None:
-            return FittedRows(rows, positions, budget, note)
+        if (fitted := machine.fitted(rows, positions, note) if rows else None) is not None:
+            return fitted
     rows = 1 if config.max_batch_size is None else config.rows
     if shortens and (fitted := machine.shorter(rows, positions, note)) is not None:
         return fitted
@@ -179,8 +215,9 @@ def fit_memory(
 
 
 def default_length(target: AnyModel, draft: AnyModel | None, config: EngineConfig, limit: int) -> int:
-    """Return the default of ``max_model_len``: where rows grow ``limit``, the models' own, and elsewhere less."""
-    return limit if _rows_grow(target, draft, config) else min(limit, config.DEFAULT_MAX_MODEL_LEN)
+    """Return the default of ``max_model_len``: where rows grow on a CPU ``limit``, the models' own, elsewhere less."""
+    own = grows_on(target.device) and _rows_grow(target, draft, config)
+    return limit if own else min(limit, config.DEFAULT_MAX_MODEL_LEN)
 
 
 def most_that_fit(target: AnyModel, config: EngineConfig, positions: int, free: int, limit: int) -> int:
@@ -228,6 +265,13 @@ class _Memory:
     def plan(self, rows: int, positions: int) -> MemoryPlan:
         return plan_memory(self.target, self.draft, self.config, rows, positions)
 
+    def fitted(self, rows: int, positions: int, note: str = "") -> FittedRows | None:
+        """Return these rows with the memory for their caches; None if they do not fit."""
+        if (budget := self.budget(rows, positions)) is None:
+            return None
+        pool = budget.limit // budget.bytes_for(1) if has_pages(self.target, self.config) else None
+        return FittedRows(rows, positions, budget, pool, note)
+
     def budget(self, rows: int, positions: int) -> KVCacheBudget | None:
         """Return the memory for the caches of these rows; None if they do not fit."""
         plan, asked = self.plan(rows, positions), self.config.prefix_memory or 0
@@ -235,14 +279,15 @@ class _Memory:
         room = self._room(plan, rows, positions)
         asked_for = None not in (self.config.max_batch_size, self.config.max_model_len)
         spare = self.free - plan.to_allocate - asked
-        if spare >= (0 if asked_for or self.rows_grow else self.kept_free):
+        at_need = self.rows_grow and grows_on(self.target.device)  # memory that nobody uses stays the system's
+        if spare >= (0 if asked_for or at_need else self.kept_free):
             beside = (
                 asked if self.config.prefix_memory is not None else int(_PREFIX_SHARE * max(0, spare - self.kept_free))
             )
             return replace(room, limit=room.limit + beside) if room.slots > rows else room
         if not self.rows_grow:
             return None
-        short = replace(room, limit=self.free - plan.states - plan.workspace - self.kept_free)
+        short = replace(room, limit=self.free - plan.beside_caches - self.kept_free)
         fits = short.max_rows(positions, asked) >= 1 and short.max_rows(min(LEAST_ROW, positions), asked) >= rows
         return short if fits else None
 
@@ -262,8 +307,7 @@ class _Memory:
         """Return rows of the longest length that fits; None if that is too short. note: why they are shorter."""
         steps = _most(lambda steps: self.budget(rows, steps * _LENGTH_STEP) is not None, positions // _LENGTH_STEP)
         longest = steps * _LENGTH_STEP
-        budget = self.budget(rows, longest) if longest >= _SHORTEST else None
-        return None if budget is None else FittedRows(rows, longest, budget, note)
+        return self.fitted(rows, longest, note) if longest >= _SHORTEST else None
 
     def _room(self, plan: MemoryPlan, rows: int, positions: int) -> KVCacheBudget:
         """Return the budget of these rows, with slots for prefixes where slots take only the memory that they use."""
@@ -322,8 +366,10 @@ def _wanted(rows: int, positions: int, *, rows_grow: bool) -> str:
 def _rows_grow(target: AnyModel, draft: AnyModel | None, config: EngineConfig) -> bool:
     """Whether rows take only the memory that their tokens need.
 
-    They do not if rounds run on the device, which writes to free rows, too, or if ranks share a target: those are not
-    told the rows' sizes.
+    Without pages they do not if rounds run on the device, which writes to free rows, too, or if ranks share a target:
+    those are not told the rows' sizes.
     """
+    if has_pages(target, config):
+        return True
     models = [target] if draft is None else [target, draft]
     return all(grows_on(model.device) for model in models) and config.rounds != "device" and config.tensor_parallel == 1

@@ -116,7 +116,7 @@ class Scheduler:
     def _reserve(self) -> None:
         """Reserve memory for the next round of each row. If it is short, the sequences of the lowest rank give way."""
         for sequence in self.slots.by_rank if self.slots.room.is_short else ():
-            while sequence.slot >= 0 and not self.slots.grow(sequence):
+            while sequence.slot >= 0 and not self.slots.grow(sequence, self.in_flight):
                 self._preempt(self.slots.by_rank[-1])
 
     def _preempt(self, sequence: Sequence) -> None:

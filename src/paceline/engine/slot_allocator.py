@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,12 +99,15 @@ class SlotAllocator:
         """Return the bytes by which a reservation of ``reserved`` positions would grow next."""
         return self.room.bytes_for(self._positions(sequence, reserved)) - self.room.bytes_for(reserved)
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Reserve what a sequence's next round may write. Return False if there is no memory, even without prefixes."""
-        length = self.batch.length_of(sequence.slot)
-        if sequence.reserved_tokens >= self.batch.positions_for(length):
-            return True
+    def grow(self, sequence: Sequence, in_flight: int) -> bool:
+        """Reserve what a sequence's next round may write. Return False if there is no memory, even without prefixes.
+
+        in_flight: tokens that it may gain in rounds that were launched.
+        """
+        length = self.batch.length_of(sequence.slot) + in_flight
         positions = self._positions(sequence, length)
+        if sequence.reserved_tokens >= min(self.batch.positions_for(length), positions):
+            return True
         more = self.room.bytes_for(positions) - self.room.bytes_for(sequence.reserved_tokens)
         while more > self._spare_bytes and self.free.prefixes:
             self._empty(self.free.by_use[0])
@@ -123,14 +126,25 @@ class SlotAllocator:
     @property
     def prefix_bytes(self) -> int:
         """Bytes that only the prefixes in free slots hold."""
-        caches = [decoder.cache for decoder in self.parts.decoders]
-        shared = sum(cache.repeated_bytes(range(self.batch.capacity)) for cache in caches) - self.shared_bytes
-        return self.free.bytes - shared
+        every = range(self.batch.capacity)
+        shared = self._together([decoder.cache.repeated_bytes(every) for decoder in self.parts.decoders])
+        return self.free.bytes - (shared - self.shared_bytes)
 
     @property
     def shared_bytes(self) -> int:
         """Bytes that sequences share, without their first time."""
-        return sum(decoder.cache.repeated_bytes(self.used) for decoder in self.parts.decoders) if self.used else 0
+        if not self.used:
+            return 0
+        return self._together([decoder.cache.repeated_bytes(self.used) for decoder in self.parts.decoders])
+
+    def _together(self, spared: Iterable[int]) -> int:
+        """Return the bytes that rows spare others by sharing, where they spare so many in each cache.
+
+        If a draft model has a pool of pages of its own, none: no other cache can use its pages, and how many rows will
+        share is not known when they begin, because its caches lag behind.
+        """
+        pools = sum(decoder.cache.has_pool for decoder in self.parts.decoders)
+        return 0 if pools > 1 else sum(spared)
 
     def take(self, sequence: Sequence) -> None:
         """Give a slot to a sequence, with the part of its text that the slot holds."""
@@ -363,21 +377,20 @@ class SlotAllocator:
 
         It keeps the prefix's first ``cached`` tokens, unless it copies more from the source, and shares whole pages.
         """
-        new = needed - self._bytes_of(slot)
-        kept, copied = self._cached(slot, cached), self._cached(source.slot, source.tokens)
-        for decoder, own, other in zip(self.parts.decoders, kept, copied, strict=True):
-            if other > own:
-                new += decoder.cache.shared_bytes_behind(slot, 0) - decoder.cache.shareable_bytes(other)
-            else:
-                new += decoder.cache.shared_bytes_behind(slot, own)
-        return new
+        kept = self._cached(slot, cached)
+        copied = self._cached(source.slot, source.tokens) if source.tokens > cached else kept
+        spared = [
+            decoder.cache.shareable_bytes(other) - decoder.cache.shared_bytes_behind(slot, 0)
+            if other > own
+            else -decoder.cache.shared_bytes_behind(slot, own)
+            for decoder, own, other in zip(self.parts.decoders, kept, copied, strict=True)
+        ]
+        return needed - self._bytes_of(slot) - self._together(spared)
 
     def _shareable_bytes(self, source: PrefixSource) -> int:
         """Return the bytes that a sequence shares which copies from a source into an empty slot."""
-        copied = self._cached(source.slot, source.tokens)
-        return sum(
-            decoder.cache.shareable_bytes(each) for decoder, each in zip(self.parts.decoders, copied, strict=True)
-        )
+        copied = zip(self.parts.decoders, self._cached(source.slot, source.tokens), strict=True)
+        return self._together([decoder.cache.shareable_bytes(each) for decoder, each in copied])
 
     def _bytes_of(self, slot: int) -> int:
         """Bytes of a free slot's prefix."""

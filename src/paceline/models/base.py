@@ -224,9 +224,17 @@ def is_paged(model: AnyModel) -> bool:
     return isinstance(model, Paged) and model.paged
 
 
-def cache_of(model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None = None) -> KVCache:
-    """Allocate the keys and values of a model, and its recurrent states. dtype: of keys and values; None: its own."""
+def cache_of(
+    model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None = None, pool: int | None = None
+) -> KVCache:
+    """Allocate the keys and values of a model, and its recurrent states.
+
+    dtype: of keys and values; None: its own. pool: pages that a model has which ragged attention reads; None: a row's
+        keys and values lie side by side, unless the model itself reads pages.
+    """
     sizes = kv_layers_of(model), rows, positions, model.dtype if dtype is None else dtype, model.device
-    paged = is_paged(model)
+    paged = is_paged(model) or pool is not None
     shape = state_shape_of(model)
-    return KVCache(*sizes, paged=paged) if shape is None else StatefulCache(shape, *sizes, paged=paged)
+    if shape is None:
+        return KVCache(*sizes, paged=paged, pool=pool)
+    return StatefulCache(shape, *sizes, paged=paged, pool=pool)

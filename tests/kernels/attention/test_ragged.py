@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels import tools
-from kernels.tools import GARBAGE, terms_for
+from kernels.tools import GARBAGE, in_pages, terms_for
 from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.eight_bits import LARGEST, stored
 from paceline.core.nodes import Tree
@@ -317,6 +317,41 @@ def test_idle_rows_read_no_keys(tiles: str) -> None:
     found = backend.attend(q, keys, values, plans[1])
     assert torch.equal(found[:2], expected[:2])
     assert torch.equal(found[2], torch.zeros_like(found[2]))
+
+
+@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.parametrize(
+    ("tiles", "kind", "window", "dtype"),
+    [
+        ("small", "chain", None, torch.float32),
+        ("by shape", "chain", 70, torch.int8),
+        ("stretches", "tree", None, torch.float32),
+        ("fixed", "tree", 70, torch.float32),
+        ("fixed", "chain", None, torch.float8_e4m3fn),
+    ],
+)
+def test_keys_and_values_in_scattered_pages_give_the_same_bits(
+    tiles: str, kind: str, window: int | None, dtype: torch.dtype
+) -> None:
+    """Page 0, which stands for none, holds NaN. The reference gathers the pages."""
+    lengths, new = [130, 64, 9, 200], 6
+    cache = [stored(table, dtype) for table in ragged_cache(lengths, 2, 209, 16, 4, value_dim=20)]
+    backend, q = RaggedAttention(tiles=TILES[tiles]), torch.randn(4, 4, new, 16, device=DEVICE)
+    starts = torch.tensor(lengths, device=DEVICE)[:, None] - new
+    tree = Tree.of(torch.tensor([[-1, -1, 0, 2, 1]]).repeat(4, 1), torch.full((4,), 5))
+    where = starts + (torch.arange(new) if kind == "chain" else tree.depths).to(DEVICE)
+    ancestors = None if kind == "chain" else tree.ancestors.to(DEVICE)
+    order, terms = torch.tensor([2, 0, 3, 1], device=DEVICE), AttentionTerms(window=window)
+    plans = [backend.plan(where[order], 210, None if ancestors is None else ancestors[order]) for _ in range(2)]
+    paged, pages = in_pages(cache, lengths)
+    for plan in plans:
+        plan.cache_rows = Slots(order, live=torch.tensor([3], device=DEVICE))
+    plans[1].pages = pages
+    side_by_side = backend.attend(q, cache[0], cache[1], plans[0], terms)
+    assert torch.equal(backend.attend(q, paged[0], paged[1], plans[1], terms), side_by_side)
+    without_0 = replace(plans[1], pages=pages - 1)
+    expected = ReferenceAttention().attend(q, paged[0][1:], paged[1][1:], without_0, terms)
+    torch.testing.assert_close(side_by_side[:3], expected[:3], atol=2e-5, rtol=2e-5)
 
 
 def test_splits_fill_the_last_wave() -> None:

@@ -110,7 +110,7 @@ def _registers_written(operation: str) -> int:
 
 
 TYPES = {
-    "positions": "*i64", "slots": "*i64", "cache_rows": "*i64", "tree": "*i8", "partial": "*fp32",
+    "positions": "*i64", "slots": "*i64", "cache_rows": "*i64", "pages": "*i32", "tree": "*i8", "partial": "*fp32",
     "levels": "*fp32", "scale": "fp32", "k_scales": "*fp32", "v_scales": "*fp32",
     "logits": "*fp32", "p_logits": "*fp32", "q_logits": "*fp32", "maxima": "*fp32", "masses": "*fp32",
     "p_maxima": "*fp32", "q_maxima": "*fp32", "p_masses": "*fp32", "q_masses": "*fp32",
@@ -149,6 +149,8 @@ def build(
 
 
 def attention() -> dict[str, Used]:
+    from paceline.core.eight_bits import SCALE_BYTES
+    from paceline.core.pages import PAGE_POSITIONS
     from paceline.kernels.attention.ragged import Tiles, attend_kernel, join_kernel, join_warps, largest_tile
 
     found: dict[str, Used] = {}
@@ -162,20 +164,25 @@ def attention() -> dict[str, Used]:
         (256, largest_tile(256), 4, 0, False, "ancestors"),
         (512, largest_tile(512), 8, 0, False, "none"),
     ]
-    cases = [("*bf16", "*bf16", shape) for shape in shapes]
-    cases += [("*fp32", "*fp32", shapes[0]), ("*fp16", "*fp16", shapes[1]), ("*bf16", "*i8", shapes[1])]
-    cases += [("*bf16", "*fp8e4nv", shapes[1])] if ARCH >= 89 else []
+    cases = [("*bf16", "*bf16", PAGE_POSITIONS, shape) for shape in shapes]
+    cases += [("*bf16", "*bf16", 0, shapes[1])]  # of heads, and of ranks that share a model
+    cases += [("*fp32", "*fp32", PAGE_POSITIONS, shapes[0]), ("*fp16", "*fp16", PAGE_POSITIONS, shapes[1])]
+    cases += [("*bf16", "*i8", PAGE_POSITIONS, shapes[1])]
+    cases += [("*bf16", "*fp8e4nv", PAGE_POSITIONS, shapes[1])] if ARCH >= 89 else []
     if FEW:
-        cases = [cases[1], cases[4], ("*bf16", "*i8", shapes[1])]
-    for element, cached, (dim, tile, shared, split, window, tree) in cases:
+        cases = [cases[1], cases[4], ("*bf16", "*i8", PAGE_POSITIONS, shapes[1])]
+    for element, cached, page, (dim, tile, shared, split, window, tree) in cases:
+        width = dim if cached == element else dim + SCALE_BYTES
         constants = {
             "GROUPS": 8, "SHARED": shared, "DIM": dim, "VALUE_DIM": dim, "BLOCK_M": tile, "BLOCK_N": 64,
+            "K_POSITION": width if page else 0, "V_POSITION": width if page else 0,
             "BLOCK_D": dim, "BLOCK_V": dim, "SPLIT_SIZE": split, "WINDOWED": window, "TREE": tree,
             "HEAD_TILES": 1, "IDLE_ROWS": tree == "none", "CAPPED": False, "SINKS": False,
-            "SCALED": cached != element,
+            "SCALED": cached != element, "PAGE": page,
         }  # fmt: skip
         tiles, size = Tiles(), 4 if element == "*fp32" else 2
         key = f"attend {element} D={dim} tile={tile} tree={tree}" + (f" cache={cached}" if cached != element else "")
+        key += "" if page else " side by side"
         of_tree = "*i32" if tree == "paths" else "*i8"
         found[key] = build(
             attend_kernel, constants, warps=tiles.warps_for(tile, dim), stages=tiles.stages_for(dim, size),
@@ -315,9 +322,10 @@ def four_bits() -> dict[str, Used]:
 
 
 def rotary() -> dict[str, Used]:
+    from paceline.core.pages import PAGE_POSITIONS
     from paceline.kernels.gpu.rotary import rotary_kernel
 
-    shape = {"HEADS": 32, "GROUPS": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8}
+    shape = {"HEADS": 32, "GROUPS": 8, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 8, "PAGE": PAGE_POSITIONS}
     found = {}
     for element in list(POINTERS.values())[: 1 if FEW else None]:
         types = dict.fromkeys(("qkv", "cosine", "sine", "norm", "out", "keys", "values"), element)

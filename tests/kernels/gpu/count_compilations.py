@@ -20,6 +20,7 @@ from kernels.gpu.rows import make_batch
 from paceline.core.batch import Batch
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.rows import StepFeatures
+from paceline.core.slots import Slots
 from paceline.core.values import Purpose
 from paceline.kernels.attention.ragged import FIXED, RaggedAttention, Tiles
 from paceline.kernels.gpu import linear
@@ -63,8 +64,10 @@ def read_prompt(attention: RaggedAttention, linears: Linears, rows: int, length:
     cache = torch.zeros(2, rows, GROUPS, CACHE, DIM, dtype=torch.bfloat16)
     positions = (before + torch.arange(length)).repeat(rows, 1)
     packed = PackedHeads(table, HEADS, GROUPS, (angles, angles), None, 0.0)
-    q = turn_and_store(packed, positions, cache[0], cache[1], torch.arange(rows))
-    attention.attend(q, cache[0], cache[1], attention.plan(positions, before + length))
+    plan = attention.plan(positions, before + length)
+    plan.cache_rows = Slots(torch.arange(rows))
+    q = turn_and_store(packed, plan, cache[0], cache[1])
+    attention.attend(q, cache[0], cache[1], plan)
     x = torch.zeros(min(LARGEST_ROWS, rows * length), 256, dtype=torch.bfloat16)
     steps = TritonSteps()
     steps.gate(steps.add_norm(x, x, Norm(256, 1e-5, x[0]))[1], "silu")

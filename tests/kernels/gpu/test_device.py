@@ -21,8 +21,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from block_support import tiny_block
 from kernels.gpu import reference
 from paceline.config import EngineConfig, SamplingParams
+from paceline.core.slots import Slots
 from paceline.engine.engine import Engine, Models, Request
 from paceline.kernels.attention import make_backend
+from paceline.kernels.attention.base import Plan
 from paceline.kernels.attention.reference import ReferenceAttention
 from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.linear import Linears
@@ -253,9 +255,9 @@ def test_rotary_in_bfloat16_equals_the_reference(normed: bool) -> None:
         1e-5,
     )
     where = torch.tensor([[0], [7], [100], [255]], device=DEVICE) + torch.arange(5, device=DEVICE)
-    rows = torch.tensor([5, 0, 3, 1], device=DEVICE)
+    plan = Plan(where, 257, cache_rows=Slots(torch.tensor([5, 0, 3, 1], device=DEVICE)))
     caches = [torch.zeros(2, 6, 8, 257, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    found = rotary.turn_and_store(packed, where, *caches[0], rows)  # type: ignore[call-arg]
-    expected = reference.turn_and_store(packed, where, *caches[1], rows)  # type: ignore[call-arg]
+    found = rotary.turn_and_store(packed, plan, *caches[0])
+    expected = reference.turn_and_store(packed, plan, *caches[1])
     torch.testing.assert_close(found, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[0][..., :256, :], caches[1][..., :256, :], atol=4e-2, rtol=2e-2)

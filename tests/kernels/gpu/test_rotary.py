@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from kernels.gpu import reference
+from kernels.tools import in_pages
 from paceline.core.nodes import Tree
+from paceline.core.slots import Slots
 from paceline.kernels.attention import make_backend
+from paceline.kernels.attention.base import Plan
 from paceline.kernels.gpu import rotary
 from paceline.kernels.gpu.state import PackedHeads
 from paceline.models.decoding.decoder import Decoder
@@ -41,8 +44,9 @@ def test_the_kernel_equals_the_reference(data: st.DataObject) -> None:
     before = random(2, 2, rows + 2, groups, positions + 1, dim)  # keys and values, layers, rows
     places = torch.tensor(pick(st.permutations(range(rows + 1)))[:rows], device=DEVICE)
     caches = before.clone(), before.clone()
+    plan = Plan(where, positions + 1, cache_rows=Slots(places))
     queries = [
-        turn_and_store(packed, where, cache[0, 1, 1:], cache[1, 1, 1:], places)
+        turn_and_store(packed, plan, cache[0, 1, 1:], cache[1, 1, 1:])
         for turn_and_store, cache in zip((rotary.turn_and_store, reference.turn_and_store), caches, strict=True)
     ]
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
@@ -51,6 +55,20 @@ def test_the_kernel_equals_the_reference(data: st.DataObject) -> None:
     torch.testing.assert_close(kernel, plain, **close)
     untouched = plain == before[..., :positions, :]
     assert torch.equal(kernel[untouched], plain[untouched])
+
+
+def test_keys_and_values_are_written_to_their_rows_pages() -> None:
+    """Also of a row that goes on in its next page, and of one that has no page there."""
+    packed = PackedHeads(torch.randn(3, 4, 6, 16, device=DEVICE), 2, 2, None, None, 1e-5)
+    tables, pages = in_pages(torch.randn(2, 4, 2, 150, 16, device=DEVICE).unbind(), [128, 130, 64, 1])
+    where = torch.tensor([[62], [126], [62]], device=DEVICE) + torch.arange(4, device=DEVICE)
+    plan = Plan(where, 151, cache_rows=Slots(torch.tensor([0, 1, 2], device=DEVICE)), pages=pages)
+    caches = [[table.clone() for table in tables] for _ in range(2)]
+    rotary.turn_and_store(packed, plan, *caches[0])
+    reference.turn_and_store(packed, plan, *caches[1])
+    for kernel, plain, before in zip(*caches, tables, strict=True):
+        assert torch.equal(kernel[1:], plain[1:])
+        assert (kernel[1:] != before[1:]).any(-1).sum() == 2 * (4 + 4 + 2)  # two heads
 
 
 def test_packed_heads_give_the_same_hidden_states() -> None:

@@ -126,7 +126,9 @@ class AssistantDecoder(HeadDecoder):
         self._target: Decoder
         self._states: Tensor  # [B, n, width]: own states at the text's last token and at the draft tokens
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
+    def _new_cache(
+        self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None, pool: int | None
+    ) -> KVCache:
         """The stored states, whose rows are resized, copied and cut like those of keys and values."""
         return cast(KVCache, self.fused_states.table)
 

@@ -169,9 +169,11 @@ class BlockDecoder(HeadDecoder):
     def fed_tokens(self) -> int:  # type: ignore[override]
         return self.missing_after(self.model.spec.most_drafted)
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
+    def _new_cache(
+        self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None, pool: int | None
+    ) -> KVCache:
         assert isinstance(model, BlockModel)
-        return super()._new_cache(model, rows, positions + model.slots_behind, dtype)
+        return super()._new_cache(model, rows, positions + model.slots_behind, dtype, pool)
 
     def _new_passes(self) -> Passes:
         return BlockPasses(self)

@@ -63,7 +63,8 @@ class GraphPlace:
     def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.program, self._parts, self._scheduler = program, parts, scheduler
         self.why_not = partial(why_no_graph_now, parts, program.width)
-        self._drafted: list[LiveSequence] = []  # of the last round with draft tokens; empty after a pause
+        # Of the last round with draft tokens, and how often each had given way; empty after a pause
+        self._drafted: list[tuple[LiveSequence, int]] = []
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
 
@@ -87,7 +88,7 @@ class GraphPlace:
     def _prepared(self, batch: Batch, plan: SpeculationPlan) -> tuple[int, int, StepFeatures, int]:
         """Set the rows' limits of draft tokens, and return the program's arguments."""
         k = self.program.feasible_length(plan.k)
-        longest = min(batch.longest + self._scheduler.in_flight, batch.positions)
+        longest = batch.longest + self._scheduler.in_flight
         self.program.replace_drafts_from(plan.least_matches)
         self.program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
         return k, longest, batch.sampling.step_features, self._missing_tokens(batch, k)
@@ -108,9 +109,10 @@ class GraphPlace:
         if k == 0 or not decoders:
             self._plain_rounds += 1
             return 0
-        running, counted = self._scheduler.running, set(map(id, self._drafted))
+        running = [(sequence, sequence.output.metrics.preempted) for sequence in self._scheduler.running]
+        counted = {(id(sequence), preempted) for sequence, preempted in self._drafted}
         missing = self._missing_after_draft + self._plain_rounds
-        others = [sequence for sequence in running if id(sequence) not in counted]
+        others = [sequence for sequence, preempted in running if (id(sequence), preempted) not in counted]
         if others:
             known = [batch.length_of(sequence.slot) - min(sequence.num_computed[1:]) for sequence in others]
             missing = max(missing, max(known) + min(self._plain_rounds, self._scheduler.in_flight))

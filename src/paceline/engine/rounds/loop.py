@@ -24,13 +24,15 @@ from paceline.engine.sequences import Sequence
 class _LaunchedRound:
     """A round that has not been finished.
 
-    sequences: those of the decoding rows at its launch. began: seconds of time.perf_counter.
+    sequences: those of the decoding rows at its launch. preempted: how often each had given way until then.
+    began: seconds of time.perf_counter.
     """
 
     ticket: RoundTicket
     place: RoundPlace
     plan: SpeculationPlan
     sequences: list[Sequence]
+    preempted: list[int]
     began: float
 
 
@@ -94,7 +96,9 @@ class RoundLoop:
         batch, began = self._batch, time.perf_counter()
         plan = self._parts.policy.choose(batch).within(batch)  # never beyond a row's last token: it needs no draft
         ticket = place.run(batch, plan)
-        self._launched.append(_LaunchedRound(ticket, place, plan, self._scheduler.running, began))
+        running = self._scheduler.running
+        preempted = [sequence.output.metrics.preempted for sequence in running]
+        self._launched.append(_LaunchedRound(ticket, place, plan, running, preempted, began))
         if place.lag:
             self._count_in_flight()
 
@@ -106,7 +110,7 @@ class RoundLoop:
         batch, lag, ticket = self._batch, launched.place.lag, launched.ticket
         verdict, rows = ticket.read(), list(range(batch.rows))
         if lag:  # rows may have left or joined since the launch
-            verdict, rows = self._of_present_rows(verdict, launched.sequences)
+            verdict, rows = self._of_present_rows(verdict, launched)
             batch.note_gains(verdict.gained)
             self._count_in_flight()
             if not rows:
@@ -119,11 +123,16 @@ class RoundLoop:
         self._timer.learned()
         return self._scheduler.process_outputs(verdict, rows)
 
-    def _of_present_rows(self, verdict: Verdict, launched: list[Sequence]) -> tuple[Verdict, list[int]]:
+    def _of_present_rows(self, verdict: Verdict, launched: _LaunchedRound) -> tuple[Verdict, list[int]]:
         """Return a round's result in the present order of rows, and the rows that have been in it.
 
-        launched: the sequences of its rows.
+        A sequence that gave way since the launch begins anew from the text that the host knew then.
         """
-        lines = {id(sequence): line for line, sequence in enumerate(launched) if not sequence.output.finished}
+        launches = enumerate(zip(launched.sequences, launched.preempted, strict=True))
+        lines = {
+            id(sequence): line
+            for line, (sequence, preempted) in launches
+            if not sequence.output.finished and sequence.output.metrics.preempted == preempted
+        }
         order = [lines.get(id(sequence)) for sequence in self._scheduler.running]
         return verdict.of_rows(order), [row for row, line in enumerate(order) if line is not None]

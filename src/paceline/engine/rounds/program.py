@@ -144,7 +144,8 @@ class DeviceRound:
     def run(self, rows: int, k: int, longest: int, features: StepFeatures = NOTHING, missing: int = 0) -> Ticket:
         """Launch a round of k draft tokens for ``rows`` live rows. Return the ticket of its record.
 
-        longest: upper bound of the rows' lengths before the round, in tokens.
+        longest: upper bound of the rows' lengths before the round, in tokens: the longest of those that the host knows,
+            and the tokens that a row may gain in rounds in flight.
         features: what the rows ask for.
         missing: upper bound of the tokens missing in a row of the draft model's cache. It is small after a round with
             draft tokens; then the round is one program, one launch.
@@ -155,6 +156,7 @@ class DeviceRound:
         column is the number of tokens matched in rows with an n-gram draft, 0 in others.
         """
         k = self.feasible_length(k)
+        self._cover(k, longest, missing)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, missing, longest)
         searches = k > 0 and self._references is not None and self._references.follow(self.batch)
@@ -168,6 +170,7 @@ class DeviceRound:
         Returns the ticket of the draft: [bucket, k + 1] int64, tokens and then each row's number of them.
         """
         k, bucket, span = self.feasible_length(k), self.bucket(rows), self._span(longest + k)
+        self._cover(k, longest, missing)
         if k > 0 and self.draft is not None:
             self.catch_up(rows, missing, longest)
         size, unmasked = (bucket, k, span), replace(features, masks=False)
@@ -185,6 +188,18 @@ class DeviceRound:
         self._token_masks.set(masks)
         record = self.graphs.run(("accept", bucket, k, features), lambda: self._accept_apart(bucket, k, features))
         return self._ring.push(record)
+
+    def _cover(self, k: int, longest: int, missing: int) -> None:
+        """Give the live rows pages for the tokens of a round, wherever those in flight leave their ends.
+
+        longest, missing: as for ``run``.
+        """
+        batch = self.batch
+        stops = batch.ends_after(longest - batch.longest + k * self.width)
+        self.target.cache.cover(batch.slots, [length - 1 for length in batch.lengths], stops)
+        if k > 0 and self.draft is not None:
+            firsts = [max(0, length - 1 - missing) for length in batch.lengths]
+            self.draft.cache.cover(batch.slots, firsts, stops)
 
     @property
     def _token_masks(self) -> TokenMasks:

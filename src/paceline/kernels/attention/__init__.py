@@ -27,20 +27,26 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 }
 
 
+def chosen_backend(name: str, device: torch.device) -> str:
+    """Name of the backend that ``make_backend`` makes, if it can run on the device."""
+    if name in BACKENDS:
+        return name
+    return "ragged" if device.type == "cuda" and why_not(device) is None else "padded"
+
+
 def make_backend(name: AttentionName, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
     """The attention backend ``name`` on a device; an unknown name, such as "auto", picks the best one.
 
     Raises ParameterError if the backend cannot run here, or if ``deterministic`` needs another one.
     """
-    if name not in BACKENDS:
-        name = "ragged" if device.type == "cuda" and why_not(device) is None else "padded"
-    if name == "ragged":
-        require_triton(device, "attention", name)
+    chosen = chosen_backend(name, device)
+    if chosen == "ragged":
+        require_triton(device, "attention", chosen)
         return _ragged(deterministic=deterministic)
     if deterministic:
         allowed = "with attention='ragged' (a CUDA device with Triton), or 'native' (a CPU); False otherwise"
         raise ParameterError("deterministic", True, allowed)
-    return BACKENDS[name]()
+    return BACKENDS[chosen]()
 
 
-__all__ = ["BACKENDS", "AttentionBackend", "Plan", "make_backend"]
+__all__ = ["BACKENDS", "AttentionBackend", "Plan", "chosen_backend", "make_backend"]

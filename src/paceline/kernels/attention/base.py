@@ -30,6 +30,8 @@ class Plan:
         before it. None: the new tokens are a chain, and every key's slot is its position.
     looks_ahead: whether a query may see new tokens behind it, as in a block; else all of its ancestors are before it.
     cache_rows: the rows' places in the cache; None: row i of the cache for row i.
+    pages: [R, blocks] int32, the page of each block of positions of the cache's rows. Keys and values are then
+        [pages, G, positions of a page, D]; see ``core.pages``. None: they are [R, G, P, D].
     """
 
     positions: Tensor
@@ -37,6 +39,7 @@ class Plan:
     ancestors: Tensor | None = None
     looks_ahead: bool = False
     cache_rows: Slots | None = None
+    pages: Tensor | None = None
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by window, and query heads per key head
     rows: list[Plan] = field(default_factory=list)  # one plan per row, for backends that go row by row
 
@@ -57,8 +60,18 @@ class Plan:
         return torch.where(self.ancestors, order, len(order)).sort(2).values
 
     def of_rows(self, table: Tensor) -> Tensor:
-        """The rows' part [B, ...] of a table [R, ...] of the cache."""
-        return table if self.cache_rows is None else self.cache_rows.of(table)
+        """The rows' keys or values at the first ``longest`` positions, [B, G, longest, D].
+
+        table: those of the whole cache. Pages are gathered into a copy.
+        """
+        rows, pages = self.cache_rows, self.pages
+        if pages is None:
+            seen = table[:, :, : self.longest]
+            return seen if rows is None else rows.of(seen)
+        blocks = (pages if rows is None else rows.of(pages))[:, : -(-self.longest // table.shape[2])]
+        vectors = table.view(torch.int8) if table.dtype.itemsize == 1 else table  # torch copies no float8 by index
+        found = vectors[blocks.long()].view(table.dtype).transpose(1, 2).flatten(2, 3)
+        return found[:, :, : self.longest]
 
     def hidden(self, window: int | None) -> Tensor:
         """[B, L, longest] bool: True where a query must not see a key."""
@@ -119,7 +132,8 @@ class AttentionBackend(Protocol):
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         """q [B, H, L, D] over k_cache [R, G, P, D], v_cache [R, G, P, V] (new keys written) -> [B, H, L, V].
 
-        Caches of 8 bits have stored vectors (``core.eight_bits``), which are wider than D and V.
+        If the plan has pages, the caches are [pages, G, positions of a page, D] and [..., V]. Caches of 8 bits have
+        stored vectors (``core.eight_bits``), which are wider than D and V.
         """
         ...
 
@@ -144,7 +158,7 @@ class AttendAgain(Protocol):
 
 @runtime_checkable
 class HasCache(Protocol):
-    """An ``Attend`` whose cache can be used without attention. P positions of the cache."""
+    """An ``Attend`` whose cache can be used without attention. P: ``Plan.longest``."""
 
     plan: Plan
 

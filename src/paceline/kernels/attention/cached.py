@@ -19,7 +19,7 @@ class CachedAttend:
         self, cache: KVCache, backend: AttentionBackend, plan: Plan, rows: Slots, states: RowsPass | None = None
     ) -> None:
         self.cache, self.backend, self.plan, self.rows, self.states = cache, backend, plan, rows, states
-        plan.cache_rows = rows
+        plan.cache_rows, plan.pages = rows, cache.pages
         self._indices: dict[int, list[Tensor]] = {}  # by table of the cache
 
     def _index(self, layer: int) -> list[Tensor]:
@@ -30,7 +30,7 @@ class CachedAttend:
         return self._indices[table]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
-        if terms.balance is not None and self.cache.keys.dtype in LARGEST:
+        if terms.balance is not None and self.cache.dtype in LARGEST:
             k = k / terms.balance[:, None].to(k.dtype)
         self.write(layer, k, v)
         return self.again(layer, q, terms)
@@ -40,12 +40,12 @@ class CachedAttend:
         self.cache.write(layer, self._index(layer), k, v)
 
     def stored(self, layer: int) -> Tensor:
-        """Return the keys of the pass's rows, [B, heads, positions, dim]."""
-        return self.rows.of(self.cache.layer(layer)[0])
+        """Return the keys of the pass's rows at the first ``Plan.longest`` positions, [B, heads, longest, dim]."""
+        return self.plan.of_rows(self.cache.in_place(layer)[0])
 
     def again(self, layer: int, q: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention over the layer's keys and values, which this forward pass has written already."""
-        keys, values = self.cache.layer(layer)
+        keys, values = self.cache.in_place(layer)
         if terms.balance is not None and keys.dtype in LARGEST:
             q = q * terms.balance.repeat_interleave(q.shape[1] // keys.shape[1], 0)[:, None].to(q.dtype)
         return self.backend.attend(q, keys, values, self.plan, terms)
@@ -57,6 +57,6 @@ class PackedCachedAttend(CachedAttend):
     def packed(self, layer: int, heads: PackedHeads, terms: AttentionTerms = PLAIN) -> Tensor:
         from paceline.kernels.gpu.rotary import turn_and_store
 
-        keys, values = self.cache.layer(layer)
-        q = turn_and_store(heads, self.plan.slots, keys, values, self.rows.index)
+        keys, values = self.cache.in_place(layer)
+        q = turn_and_store(heads, self.plan, keys, values)
         return self.backend.attend(q, keys, values, self.plan, terms)

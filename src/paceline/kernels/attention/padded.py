@@ -23,8 +23,7 @@ class PaddedAttention:
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         q_BHLD = q
-        tables = (plan.of_rows(table[:, :, : plan.longest]) for table in (k_cache, v_cache))
-        k_BGPD, v_BGPV = (restored(table, q.dtype) for table in tables)
+        k_BGPD, v_BGPV = (restored(plan.of_rows(table), q.dtype) for table in (k_cache, v_cache))
         rows, heads, length, dim = q_BHLD.shape
         shared = heads // k_BGPD.shape[1]
         packed, mask = q_BHLD.reshape(rows, -1, shared * length, dim), _mask(plan, shared, terms.window, q.dtype)

@@ -27,7 +27,7 @@ _JOINED_AT_ONCE = 16
 
 
 # Arguments that vary between prompts and batches are not specialised, so a new length never recompiles the kernel.
-@triton.jit(do_not_specialize=["longest", "window", "cap", "rows_times_heads", "new_tokens", "splits"])
+@triton.jit(do_not_specialize=["longest", "window", "cap", "rows_times_heads", "new_tokens", "splits", "blocks"])
 def attend_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -36,6 +36,7 @@ def attend_kernel(
     v_scales: tl.tensor,
     positions: tl.tensor,
     cache_rows: tl.tensor,
+    pages: tl.tensor,
     live: tl.tensor,
     tree: tl.tensor,
     partial: tl.tensor,
@@ -58,10 +59,13 @@ def attend_kernel(
     v_position: tl.tensor,
     new_tokens: tl.tensor,
     splits: tl.tensor,
+    blocks: tl.tensor,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    K_POSITION: tl.constexpr,
+    V_POSITION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,6 +78,7 @@ def attend_kernel(
     HEAD_TILES: tl.constexpr,
     IDLE_ROWS: tl.constexpr,
     SCALED: tl.constexpr,
+    PAGE: tl.constexpr,
 ) -> None:
     """Grid (splits, B * G, query tiles) -> partial [splits, B, L, H, V] and levels [splits, B, L, H], both float32.
 
@@ -84,7 +89,14 @@ def attend_kernel(
         positions: tree [B, L, L] int32 holds the indices of the new tokens on its path. Each token then loads its own
         keys, and gets the bits of plain decoding.
 
-    cache_rows: [B] int64, each row's place in k and v. live: with IDLE_ROWS, [1] int64: rows from this number on are
+    cache_rows: [B] int64, each row's place in k and v.
+
+    pages: with PAGE positions in a page, [R, blocks] int32: k and v are [pages, G, PAGE, D], and a tile of keys lies in
+        one page, because PAGE is a multiple of BLOCK_N. Page 0 stands for none, and is not read. K_POSITION and
+        V_POSITION are then k_position and v_position, which in a page of known size saves a quarter of the addresses'
+        instructions. PAGE 0: each of the R rows is a page.
+
+    live: with IDLE_ROWS, [1] int64: rows from this number on are
         idle. They read no keys, and their result is 0.
 
     A tile reads keys from its first query's window up to its last query's position, not up to its row's.
@@ -103,6 +115,7 @@ def attend_kernel(
     row = (tl.program_id(1) // GROUPS).to(tl.int64)
     group = (tl.program_id(1) % GROUPS).to(tl.int64)
     cache_row = tl.load(cache_rows + row)
+    pages_of_row = pages + cache_row * blocks
     place = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = place < SHARED * new_tokens
     head, token = group * SHARED + place // new_tokens, place % new_tokens
@@ -138,6 +151,9 @@ def attend_kernel(
         start = begin + split * share
         stop = tl.minimum(start + share, end)
 
+    k_step, v_step = k_position, v_position
+    if PAGE > 0:
+        k_step, v_step = K_POSITION, V_POSITION
     q_place = q + row * q_row + head[:, None] * q_head + token[:, None] * q_token + column[None, :]
     queries = tl.load(q_place, mask=real[:, None] & inside[None, :], other=0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -150,12 +166,22 @@ def attend_kernel(
     for block in range(start, stop, BLOCK_N):
         key_at = block + tl.arange(0, BLOCK_N)
         there = key_at < stop
-        slot = key_at
+        page, slot = cache_row, key_at
         if TREE == "paths":
             way = tree + (row * new_tokens + alone) * new_tokens
             among = there & (key_at >= base)
             slot = tl.where(among, base + tl.load(way + key_at - base, mask=among, other=0), key_at)
-        key = cache_row * k_row + group * k_head + slot.to(tl.int64) * k_position
+            if PAGE > 0:  # the nodes of a path lie anywhere
+                slot = tl.minimum(slot, blocks * PAGE - 1)
+                page = tl.load(pages_of_row + slot // PAGE, mask=there, other=0).to(tl.int64)
+                there = there & (page > 0)
+                slot = slot % PAGE
+        elif PAGE > 0:
+            page = tl.load(pages_of_row + block // PAGE).to(tl.int64)
+            there = key_at < tl.where(page > 0, stop, 0)
+            # The same number: small tiles and wide heads have fewer registers with the first, others with the second
+            slot = key_at % PAGE if BLOCK_M == 16 or BLOCK_D > 128 else block % PAGE + tl.arange(0, BLOCK_N)
+        key = page * k_row + group * k_head + slot.to(tl.int64) * k_step
         keys = tl.load(k + key[None, :] + column[:, None], mask=there[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
         if SCALED:
@@ -180,7 +206,7 @@ def attend_kernel(
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
-        value = cache_row * v_row + group * v_head + slot.to(tl.int64) * v_position
+        value = page * v_row + group * v_head + slot.to(tl.int64) * v_step
         values = tl.load(v + value[:, None] + value_column[None, :], mask=there[:, None] & in_value[None, :], other=0.0)
         if SCALED:
             weights = weights * tl.load(v_scales + (value + VALUE_DIM) // 4, mask=there, other=0.0)[None, :]
@@ -287,7 +313,7 @@ _MOST_SPLITS = 64
 _MORE_SPLITS = 3  # splits beyond those that two programs for every multiprocessor need
 _SPLIT_COST = 0.03  # of one more split, whose results are written and joined, in times of the attention without splits
 # Programs on a multiprocessor by numbers of a tile of queries, from their registers on sm_90 (docs/gpu-kernels.md):
-# 89, 140 and 198 a thread, of 4, 4 and 8 warps
+# 80, 168 and 174 a thread, of 4, 4 and 8 warps; without pages 89, 140 and 198
 _AT_ONCE = {16 * 128: 5, 32 * 128: 3, 64 * 128: 1}
 _LARGEST_TILE = 64  # queries of a tile
 _LARGEST_NUMBERS = 64 * 128  # numbers of a tile of queries: more take too many registers
@@ -324,6 +350,7 @@ class RaggedAttention:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
         rows, heads, length, dim = q.shape
         groups, value_dim, scaled = k_cache.shape[1], vector_width(v_cache), k_cache.dtype in LARGEST
+        page = 0 if plan.pages is None else k_cache.shape[2]
         shared = heads // groups
         kind, tree = self._tree(plan)
         block_d, block_v = (max(_SMALLEST_TILE, triton.next_power_of_2(width)) for width in (dim, value_dim))
@@ -332,6 +359,7 @@ class RaggedAttention:
         head_tiles = triton.cdiv(shared, tile)
         tiles = head_tiles * length if kind == "paths" else triton.cdiv(shared * length, tile)
         positions = self.tiles.positions_for(tile, widest, q.element_size(), q.device)
+        assert page % positions == 0, "a tile of keys lies in one page"
         splits, split_size = self._splits(rows * groups * tiles, plan.longest, tile * widest, q.device)
         joined = splits if splits > 1 else 0
         most = _most_new_tokens(tile, joined, rows, heads, value_dim)
@@ -354,6 +382,7 @@ class RaggedAttention:
             *(table.view(torch.float32) if scaled else table for table in (k_cache, v_cache)),
             plan.positions,
             cache_rows,
+            cache_rows if plan.pages is None else plan.pages,
             cache_rows if live is None else live,
             tree,
             partial,
@@ -370,10 +399,13 @@ class RaggedAttention:
             *v_cache.stride()[:3],
             length,
             splits,
+            0 if plan.pages is None else plan.pages.shape[1],
             GROUPS=groups,
             SHARED=shared,
             DIM=dim,
             VALUE_DIM=value_dim,
+            K_POSITION=k_cache.stride(2) if page else 0,
+            V_POSITION=v_cache.stride(2) if page else 0,
             BLOCK_M=tile,
             BLOCK_N=positions,
             BLOCK_D=block_d,
@@ -386,6 +418,7 @@ class RaggedAttention:
             HEAD_TILES=head_tiles,
             IDLE_ROWS=live is not None,
             SCALED=scaled,
+            PAGE=page,
             num_warps=self.tiles.warps_for(tile, widest),
             num_stages=self.tiles.stages_for(widest, q.element_size()),
         )

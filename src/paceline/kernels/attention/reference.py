@@ -25,7 +25,7 @@ class ReferenceAttention:
         out = q.new_empty(*q.shape[:-1], vector_width(v_cache))
         for row in range(q.shape[0]):
             visible = visible_keys(plan, row, terms.window)
-            tables = (table[row, :, : plan.longest] for table in (k_cache, v_cache))
+            tables = (table[row] for table in (k_cache, v_cache))
             k, v = (restored(table, torch.float32).repeat_interleave(group, dim=0) for table in tables)  # [H, P, D]
             scores = q[row].float() @ k.transpose(1, 2) * terms.scale_of(q.shape[-1])
             out[row] = (_weights(scores, visible, terms) @ v).to(q.dtype)

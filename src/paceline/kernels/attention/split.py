@@ -34,8 +34,7 @@ class SplitAttention:
         return plan
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, terms: AttentionTerms = PLAIN) -> Tensor:
-        longest = max(row.longest for row in plan.rows)
-        k_cache, v_cache = (plan.of_rows(table[:, :, :longest]) for table in (k_cache, v_cache))
+        k_cache, v_cache = plan.of_rows(k_cache), plan.of_rows(v_cache)
 
         def one(row: int) -> Tensor:
             keys, values = k_cache[row : row + 1], v_cache[row : row + 1]

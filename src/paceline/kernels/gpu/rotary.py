@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels.attention.base import Plan
 from paceline.kernels.gpu.state import PackedHeads
 
 _HEADS_AT_ONCE = 8
@@ -23,7 +24,7 @@ def normed(x: tl.tensor, y: tl.tensor, mean_square: tl.tensor, weight: tl.tensor
     return (scaled.to(tl.float32) * weight.to(tl.float32)).to(y.dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["new_tokens"])  # a prompt of another length does not recompile it
+@triton.jit(do_not_specialize=["new_tokens", "blocks"])  # a prompt of another length does not recompile it
 def rotary_kernel(
     qkv: tl.tensor,
     cosine: tl.tensor,
@@ -31,6 +32,7 @@ def rotary_kernel(
     norm: tl.tensor,
     slots: tl.tensor,
     cache_rows: tl.tensor,
+    pages: tl.tensor,
     out: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -44,6 +46,7 @@ def rotary_kernel(
     v_head: tl.tensor,
     v_position: tl.tensor,
     new_tokens: tl.tensor,
+    blocks: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -52,8 +55,12 @@ def rotary_kernel(
     BLOCK_H: tl.constexpr,
     TURNED: tl.constexpr,
     NORMED: tl.constexpr,
+    PAGE: tl.constexpr,
 ) -> None:
-    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [R, G, P, D]."""
+    """Grid (B * L, head tiles): queries -> out [B, L, H, D], keys and values -> the cache [R, G, P, D].
+
+    pages: with PAGE positions in a page, [R, blocks] int32, and the cache is [pages, G, PAGE, D].
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -78,27 +85,33 @@ def rotary_kernel(
         value = tl.where(turned, kept + other * sin[None, :], value)
     found = value.to(x.dtype)
 
-    row = tl.load(cache_rows + token // new_tokens)
+    page = tl.load(cache_rows + token // new_tokens)
     slot = tl.minimum(tl.load(slots + token), last)
+    if PAGE > 0:
+        page = tl.load(pages + page * blocks + slot // PAGE).to(tl.int64)
+        slot = slot % PAGE
     to_query = (head < HEADS)[:, None] & inside
     tl.store(out + (token * HEADS + head[:, None]) * DIM + column[None, :], found, mask=to_query)
     group = (head - HEADS)[:, None]
     to_key = (group >= 0) & (group < GROUPS) & inside
-    place = keys + row * k_row + group.to(tl.int64) * k_head + slot * k_position + column[None, :]
+    place = keys + page * k_row + group.to(tl.int64) * k_head + slot * k_position + column[None, :]
     tl.store(place, found.to(keys.dtype.element_ty), mask=to_key)
     group = group - GROUPS
     to_value = (group >= 0) & (group < GROUPS) & inside
-    place = values + row * v_row + group.to(tl.int64) * v_head + slot * v_position + column[None, :]
+    place = values + page * v_row + group.to(tl.int64) * v_head + slot * v_position + column[None, :]
     tl.store(place, found.to(values.dtype.element_ty), mask=to_value)
 
 
-def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Tensor, cache_rows: Tensor) -> Tensor:
-    """Write the new keys and values into the cache [R, G, P, D] at the slots [B, L] -> queries [B, H, L, D].
+def turn_and_store(packed: PackedHeads, plan: Plan, keys: Tensor, values: Tensor) -> Tensor:
+    """Write the new keys and values into the cache at the plan's slots -> queries [B, H, L, D].
 
-    cache_rows: [B] int64, each row's place in the cache.
+    keys, values: of the cache, [R, G, P, D], or if the plan has pages [pages, G, positions of a page, D].
 
-    Slots at or beyond the cache's last position are written there: it is never read.
+    Slots beyond the cache's last position are written there: it is never read.
     """
+    assert plan.cache_rows is not None
+    cache_rows, pages = plan.cache_rows.index, plan.pages
+    places = keys.shape[2] if pages is None else pages.shape[1] * keys.shape[2]
     table = packed.table
     rows, length, all_heads, dim = table.shape
     out = torch.empty((rows, length, packed.heads, dim), dtype=table.dtype, device=table.device)
@@ -108,17 +121,19 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         cos,
         sin,
         out if packed.norm is None else packed.norm,
-        slots,
+        plan.slots,
         cache_rows,
+        cache_rows if pages is None else pages,
         out,
         keys,
         values,
         packed.eps,
-        keys.shape[2] - 1,
+        places - 1,
         table.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
         length,
+        0 if pages is None else pages.shape[1],
         HEADS=packed.heads,
         GROUPS=packed.kv_heads,
         DIM=dim,
@@ -127,6 +142,7 @@ def turn_and_store(packed: PackedHeads, slots: Tensor, keys: Tensor, values: Ten
         BLOCK_H=_HEADS_AT_ONCE,
         TURNED=packed.rotation is not None,
         NORMED=packed.rotation is not None and packed.norm is not None,
+        PAGE=0 if pages is None else keys.shape[2],
         num_warps=4,
     )
     return out.transpose(1, 2)

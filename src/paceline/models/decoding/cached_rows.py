@@ -16,22 +16,27 @@ class CachedRows:
     """The cache of a model, whose rows are the slots of a batch (``Batch.slots``).
 
     rows, positions: size of the KV cache, in rows and tokens per row.
-    kv_dtype: of its keys and values; None: the model's own.
+    kv_dtype: of its keys and values; None: the model's own. pool: see ``cache_of``.
 
     num_computed_tokens [rows] int64: number of tokens of each row whose keys and values are in the cache. Between
         rounds it is length - 1 for the target; for a draft model it may be less.
     """
 
-    def __init__(self, model: AnyModel, rows: int, positions: int, kv_dtype: torch.dtype | None = None) -> None:
-        self.cache = self._new_cache(model, rows, positions, kv_dtype)
+    def __init__(
+        self, model: AnyModel, rows: int, positions: int, kv_dtype: torch.dtype | None = None, pool: int | None = None
+    ) -> None:
+        self.cache = self._new_cache(model, rows, positions, kv_dtype, pool)
         self._recurrent = self.cache.states if isinstance(self.cache, StatefulCache) else None
         self.num_computed_tokens = torch.zeros(rows, dtype=torch.int64, device=model.device)
 
-    def _new_cache(self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None) -> KVCache:
+    def _new_cache(
+        self, model: AnyModel, rows: int, positions: int, dtype: torch.dtype | None, pool: int | None
+    ) -> KVCache:
         if isinstance(model, SharedModel):
             assert dtype in (None, model.dtype), "EngineConfig refuses others"
+            assert pool is None, "the other ranks do not know the pages"
             return model.new_cache(rows, positions)
-        return cache_of(model, rows, positions, dtype)
+        return cache_of(model, rows, positions, dtype, pool)
 
     def num_computed(self, row: int) -> int:
         """Return the number of computed tokens of a row. Synchronises with the device."""

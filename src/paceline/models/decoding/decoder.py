@@ -25,7 +25,7 @@ class Decoder(CachedRows):
     """Runs a model over the rows of a batch, each at its own position. B rows, L tokens per row, V vocabulary.
 
     backend: attention backend; not used by a FlatModel, which runs its own attention.
-    rows, positions, kv_dtype: see ``CachedRows``.
+    rows, positions, kv_dtype, pool: see ``CachedRows``.
     vocab_size: vocabulary of the batch, if the model's head is padded to another size.
     passes: runs its forward passes.
     adapters: the adapters that the model was loaded with; None for most models.
@@ -39,8 +39,10 @@ class Decoder(CachedRows):
         positions: int,
         vocab_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        *,
+        pool: int | None = None,
     ) -> None:
-        super().__init__(model, rows, positions, kv_dtype)
+        super().__init__(model, rows, positions, kv_dtype, pool)
         self.model = model
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self.backend = backend

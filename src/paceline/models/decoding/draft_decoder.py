@@ -126,6 +126,7 @@ class DraftDecoder(Decoder):
     def next_hidden(self, batch: Batch, missing: int) -> Tensor:
         """Run at most ``missing`` tokens per row -> hidden [B, width] at each row's last token."""
         computed, length = self.num_computed_tokens[batch.live_slots.where], batch.live_length
+        self.cache.cover(batch.slots, [max(0, size - missing) for size in batch.lengths], batch.lengths)
         tokens = batch.text_at(computed[:, None] + torch.arange(missing, device=batch.device))
         hidden = self.forward(tokens, computed, batch.longest, batch.live_slots, length - computed)
         last = (length - computed - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
@@ -179,6 +180,7 @@ class DraftDecoder(Decoder):
         """Run the last of draft_tokens [B, n] int64 -> hidden [B, width] at it. The earlier ones were run."""
         step = draft_tokens.shape[1]
         start, longest = batch.live_length + step - 1, batch.longest + step
+        self.cache.cover(batch.slots, [size + step - 1 for size in batch.lengths], batch.ends_after(step))
         return self.forward(draft_tokens[:, -1:], start, longest, batch.live_slots)[:, 0]
 
     def hidden_after_branches(self, batch: Batch, draft: Draft, read: Sequence[int]) -> Tensor:

@@ -123,6 +123,7 @@ class Passes(ABC):
         """Run each row's pending token and all of its draft tokens, padded -> hidden [B, k + 1, width]."""
         tokens = torch.cat([batch.pending(), draft.tokens], dim=1)
         start, longest = batch.live_length - 1, batch.longest + draft.k
+        self.cache.cover(batch.slots, [length - 1 for length in batch.lengths], batch.ends_after(draft.k))
         return self.forward(tokens, start, longest, batch.live_slots, draft.counts + 1, draft.tree)
 
     def _known(self, tokens: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class PaddedPasses(Passes):
         super().__init__(model, cache, vocab_size)
         self._model, self._backend, self._adapters = model, backend, adapters
         on_triton = backend.name == "ragged" and model.device.type == "cuda"
-        self.packs = on_triton and cache.keys.dtype not in LARGEST  # Triton also writes caches of 16 bits
+        self.packs = on_triton and cache.dtype not in LARGEST  # Triton also writes caches of 16 bits
 
     def forward(
         self,
@@ -202,6 +203,7 @@ class PaddedPasses(Passes):
         device, sizes = texts[0].device, [len(text) for text in texts]
         tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         start, counts = uploaded(firsts, device), uploaded(sizes, device)
+        self.cache.cover(slots, firsts, [first + size for first, size in zip(firsts, sizes, strict=True)])
         longest = max(firsts) + max(sizes)
         hidden = self.forward(tokens, start, longest, Slots.listed(slots, device), counts, text=text)
         return [of_row[:size] for of_row, size in zip(hidden, sizes, strict=True)]
