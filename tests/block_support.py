@@ -326,7 +326,7 @@ class BlockReading:
         return lambda xs: [down @ (torch.nn.functional.silu(gate @ x) * (up @ x)) for x in xs]
 
     def attended(self, i: int, xs: list[Tensor], start: int, context: list[tuple[int, Tensor, Tensor]]) -> list[Tensor]:
-        windowed = self.shape["layer_types"][i] == "sliding_attention"
+        windowed = self.shape.get("layer_types", ["full_attention"] * self.depth)[i] == "sliding_attention"
         window = self.shape["sliding_window"] if windowed else None
         causal = windowed if self.spec.causal is None else self.spec.causal
         own = [

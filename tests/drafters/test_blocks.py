@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock, TorchBlockDecoder
 from paceline.drafters.heads.block_layouts import read_block
 from paceline.drafters.heads.block_spec import BlockSpec
-from paceline.drafters.heads.checkpoint import load_head, read_head_config
+from paceline.drafters.heads.checkpoint import load_head, read_head_config, save_head
 from paceline.engine.engine import Engine
 from paceline.errors import ModelFormatError, ParameterError
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -99,6 +100,23 @@ def test_a_directory_of_each_layout_drafts_for_its_target(tmp_path: Path, layout
     assert answers(llm) == answers(llm.plain())
     assert sum(sum(draft.drafted) for draft in drafts) > 0
     assert "drafter D" in llm.engine.describe()
+
+
+@pytest.mark.parametrize("layout", ["deepspec", "speculators dspark"])
+def test_a_written_drafter_has_the_layout_of_speculators(tmp_path: Path, layout: str) -> None:
+    path = published_block(tmp_path / "one", layout, paceline={"paying_rows": {"cpu": 3}})
+    head = load_head(path, dtype=torch.float32)
+    save_head(head, tmp_path / "two")
+    again = load_head(tmp_path / "two", dtype=torch.float32, embedding=head.embed_tokens.weight)
+    assert again.config.paying_rows == {"cpu": 3}
+    assert (again.config.block, again.config.taps) == (head.config.block, head.config.taps)
+    assert again.config.decoder == head.config.decoder
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+    fields = json.loads((tmp_path / "two" / "config.json").read_text())
+    published = LAYOUTS["speculators dspark"]
+    assert published.keys() <= fields.keys()
+    assert fields["speculators_config"].keys() == published["speculators_config"].keys()
+    assert fields["speculators_model_type"] == "dspark"
 
 
 @pytest.mark.usefixtures("no_requests")

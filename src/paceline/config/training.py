@@ -9,7 +9,7 @@ from paceline.config.help import Help, described
 from paceline.config.limits import MAX_COUNT, MAX_PREFILL_CHUNK, MAX_ROWS, MAX_SECONDS, Count, Share
 from paceline.config.ranges import Number, OneOf, Whole, check_fields
 
-HEAD_KINDS = ("feature", "parallel", "hidden_transfer", "chimera")
+HEAD_KINDS = ("feature", "parallel", "hidden_transfer", "chimera", "dspark")
 DRAFT_KINDS = (*HEAD_KINDS, "model")
 
 
@@ -45,8 +45,8 @@ class DraftTraining:
         Help(
             "feature: a head that drafts token by token (EAGLE-3); parallel: all tokens in one pass (P-EAGLE); "
             "hidden_transfer: with the target's last layers, all tokens in one pass (2404.12022); chimera: with "
-            "trigrams of tokens and a residual head per draft token (2402.15758); model: a draft model of some of the "
-            "target's layers."
+            "trigrams of tokens and a residual head per draft token (2402.15758); dspark: a block drafter, with all "
+            "tokens in one pass and each tied to the one before; model: a draft model of some of the target's layers."
         ),
     ] = "feature"
     epochs: Annotated[float, Number(1e-3, 1e6), Help("Passes over the data.")] = 8.0
@@ -61,7 +61,10 @@ class DraftTraining:
     layers: Annotated[
         int | None,
         Whole(1, MAX_COUNT),
-        Help("Layers of a draft model; heads refuse it. Default: one in eight of the target's, at least two."),
+        Help(
+            "Layers of a draft model, by default one in eight of the target's and at least two, or of a block drafter, "
+            "by default two; heads refuse it."
+        ),
     ] = None
     vocab: Annotated[
         int,
@@ -85,7 +88,13 @@ class DraftTraining:
     clip: Annotated[float, Number(1e-3, 1e3), Help("Maximum norm of a gradient.")] = 1.0
     unroll: Annotated[int, Whole(1, 8), Help("Draft tokens of a draft that are trained (test-time training).")] = 3
     decay: Annotated[Share, Help("Weight of each draft token's loss, relative to the one before.")] = 0.8
-    alone: Annotated[Share, Help("Fraction of all steps, from the first, that train one draft token alone.")] = 1 / 3
+    alone: Annotated[
+        Share,
+        Help(
+            "Fraction of all steps, from the first, that train one draft token alone.",
+            more="Block drafters and draft models train all of them from the first step.",
+        ),
+    ] = 1 / 3
     total_variation: Annotated[
         Share, Help("Fraction of all steps, to the last, that train acceptance in place of the target's distribution.")
     ] = 0.25

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from block_support import BlockReading
 from paceline.config import DraftTraining
 from paceline.config.training import DRAFT_KINDS, HEAD_KINDS
+from paceline.drafters.heads.block import BlockHead
 from paceline.drafters.heads.checkpoint import load_head
 from paceline.drafters.heads.chimera import ChimeraHead
 from paceline.drafters.heads.feature import FeatureHead
@@ -23,7 +25,15 @@ from paceline.tools.training.acceptance import DRAFT_LENGTH, _correct, _rounds_t
 from paceline.tools.training.batches import ExampleDataset, TrainingBatch, collate
 from paceline.tools.training.hidden_states import HiddenStateReader
 from paceline.tools.training.learn import Trainer, scale_for, schedule
-from paceline.tools.training.objective import Teacher, counted_positions, draft_logits, features_of, loss, token_index
+from paceline.tools.training.objective import (
+    Objective,
+    Teacher,
+    counted_positions,
+    draft_logits,
+    features_of,
+    loss,
+    token_index,
+)
 from paceline.tools.training.shards import Example, Shard
 from paceline.tools.training.target import Target, coverage, most_frequent
 
@@ -95,14 +105,31 @@ def test_the_teacher_has_the_targets_distributions(trainer: Trainer) -> None:
 
 def test_the_loss_is_the_weighted_mean_of_the_steps(trainer: Trainer) -> None:
     batch, head = first_batch(trainer), trainer.head
-    one, first = loss(head, batch, trainer.scale, [1.0], "kl")
+    one, first = loss(head, batch, trainer.scale, Objective([1.0], "kl"))
     assert float(one.detach()) == pytest.approx(first)
-    two, _ = loss(head, batch, trainer.scale, [1.0, 0.5], "kl")
+    two, _ = loss(head, batch, trainer.scale, Objective([1.0, 0.5], "kl"))
     second = 1.5 * float(two.detach()) - 1.0 * first
-    alone, _ = loss(head, batch, trainer.scale, [0.0, 1.0], "kl")
+    alone, _ = loss(head, batch, trainer.scale, Objective([0.0, 1.0], "kl"))
     assert second / 0.5 == pytest.approx(float(alone.detach()), rel=1e-4)
-    variation, _ = loss(head, batch, trainer.scale, [1.0], "total_variation")
+    variation, _ = loss(head, batch, trainer.scale, Objective([1.0], "total_variation"))
     assert 0 < float(variation.detach()) <= 1
+
+
+def test_a_dspark_drafter_also_learns_how_probable_acceptance_is(whole: Path, target: str) -> None:
+    """Its loss is the divergence plus the cross-entropy of the predicted acceptance with the true one."""
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind="dspark"))
+    batch, objective = first_batch(trainer), Objective([0.0, 1.0], "total_variation", offset=2)
+    total, _ = loss(trainer.head, batch, trainer.scale, objective)
+    *_, drafted = draft_logits(trainer.head, batch, trainer.scale, 2, offset=2)
+    wanted = Teacher(trainer.head, batch).distribution(drafted.positions, 1)
+    accepted = torch.minimum(wanted, drafted.logits.softmax(-1)).sum(-1).detach()
+    assert drafted.confidence is not None
+    believed = drafted.confidence.sigmoid()
+    doubt = -(accepted * believed.log() + (1 - accepted) * (1 - believed).log())
+    assert float(total.detach()) == pytest.approx(float((1 - accepted + doubt).mean().detach()), rel=1e-4)
+    total.backward()  # type: ignore[no-untyped-call]
+    unmoved = [name for name, weight in trainer.head.named_parameters() if weight.requires_grad and weight.grad is None]
+    assert unmoved == []
 
 
 def test_a_chimera_head_is_trained_on_what_it_reads_in_decoding(whole: Path, target: str, llm: LLM) -> None:
@@ -143,7 +170,8 @@ def test_measured_acceptance_is_that_of_drafting_token_by_token(trained: Trainer
             flags = correct[row, place].tolist()
             wanted = next((n for n, flag in enumerate(flags) if flag != 1), DRAFT_LENGTH)
             most = min(DRAFT_LENGTH, length - 2 - place)
-            assert drafted(head, batch, row, place, scale, most) == wanted
+            count = drafted_in_blocks if isinstance(head, BlockHead) else drafted
+            assert count(head, batch, row, place, scale, most) == wanted
             accepted += wanted
     assert accepted > 0
 
@@ -167,6 +195,15 @@ def drafted(head: FeatureHead, batch: TrainingBatch, row: int, place: int, scale
     return most
 
 
+def drafted_in_blocks(head: BlockHead, batch: TrainingBatch, row: int, place: int, scale: Tensor, most: int) -> int:
+    """The same by the slow reference of block drafters."""
+    text, features = batch.tokens[row].tolist(), features_of(head, batch, scale)[row]
+    reference = BlockReading(head.config, head.state_dict())
+    made = reference.draft(text[: place + 2], list(features[: place + 1]), min(most, head.spec.most_drafted))
+    wrong = (n for n, token in enumerate(made) if token != text[place + 2 + n])
+    return next(wrong, len(made))
+
+
 def test_rounds_that_lead_through_an_answer() -> None:
     right = [[1, 1], [1, 0], [0, 1], [1, -1], [-1, -1]]
     assert _rounds_through(right, 0, 6) == (5, 2), "two accepted at 0, then one accepted at 3"
@@ -184,12 +221,14 @@ def rejected(trainer: Trainer, steps: int) -> list[float]:
     """The probability that each draft token is rejected on the held-out conversations, given those before it."""
     batch = collate([trainer.held_out[i] for i in range(len(trainer.held_out))])
     step_weights = ([float(step == draft_token) for step in range(draft_token + 1)] for draft_token in range(steps))
-    return [float(loss(trainer.head, batch, trainer.scale, weights, "total_variation")[0]) for weights in step_weights]
+    objectives = [Objective(weights, "total_variation") for weights in step_weights]
+    return [float(loss(trainer.head, batch, trainer.scale, objective)[0]) for objective in objectives]
 
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_draft_token_is_trained(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
-    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=8))
+    epochs = 16 if kind == "dspark" else 8  # which begins a draft at one position in three
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=epochs))
     with torch.no_grad():
         before, look = rejected(trainer, 3), trainer.evaluate()
         with torch.enable_grad():
@@ -238,11 +277,10 @@ def test_the_finished_head_takes_unscaled_hidden_states(kind: str, target: str, 
     trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     batch = first_batch(trainer)
     finished = trainer.finished().float()
-    scaled, unscaled = (features_of(trainer.head, batch, scale)[:, :-1] for scale in (trainer.scale, torch.ones(3)))
-    all_ours = trainer.head.unroll(batch.tokens[:, 1:], scaled, 3)
-    all_theirs = finished.unroll(batch.tokens[:, 1:], unscaled, 3)
+    all_ours = draft_logits(trainer.head, batch, trainer.scale, 3)
+    all_theirs = draft_logits(finished, batch, torch.ones(3), 3)
     for ours, theirs in zip(all_ours, all_theirs, strict=True):
-        assert torch.allclose(ours, theirs, atol=0.05 * float(ours.detach().abs().max()))
+        assert torch.allclose(ours.logits, theirs.logits, atol=0.05 * float(ours.logits.detach().abs().max()))
     loaded = load_head(whole, dtype=torch.float32, embedding=Target.load(target).embedding)
     assert loaded.config.taps == TAPS
     rows = Target.load(target).output[loaded.targets]
@@ -273,7 +311,23 @@ def test_unrolling_starts_later_and_total_variation_comes_last(trainer: Trainer)
         trainer.progress.passes = int(share * OPTIONS.epochs * trainer.dataset.tokens) + 1
         objectives[share] = trainer._objective()
     assert objectives == {
-        0.0: ([1.0], "kl"),
-        0.34: (pytest.approx([1.0, 0.8, 0.64]), "kl"),
-        0.76: (pytest.approx([1.0, 0.8, 0.64]), "total_variation"),
+        0.0: ([1.0], "kl", 0),
+        0.34: (pytest.approx([1.0, 0.8, 0.64]), "kl", 0),
+        0.76: (pytest.approx([1.0, 0.8, 0.64]), "total_variation", 0),
     }
+
+
+def test_a_block_drafter_begins_its_blocks_elsewhere_in_every_epoch(whole: Path, target: str) -> None:
+    """In as many epochs as a block has tokens, each position begins a block once."""
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind="dspark"))
+    batch = first_batch(trainer)
+    begins: list[set[int]] = []
+    for epoch in range(4):
+        trainer.progress.epoch = epoch
+        weights, divergence, offset = trainer._objective()
+        assert (len(weights), divergence) == (3, "kl"), "the whole block from the beginning"
+        begins.append(set(counted_positions(batch, 0, trainer.head.stride, offset).tolist()))
+    assert begins[3] == begins[0]
+    everywhere = set(counted_positions(batch, 0).tolist())
+    assert set.union(*begins) == everywhere
+    assert sum(map(len, begins[:3])) == len(everywhere)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,26 +19,28 @@ import paceline
 from paceline.models.description.shards import ModelShard
 from paceline.tools.training.batches import collate
 from paceline.tools.training.learn import Trainer
-from paceline.tools.training.objective import counted_positions, loss
+from paceline.tools.training.objective import Objective, counted_positions, loss
 from paceline.tools.training.ranks import TrainingRanks
 from tools.training.conftest import SIZES
 from tools.training.test_learn import OPTIONS, make_trainer
 
 WEIGHTS = [1.0, 0.8, 0.64]
+OFFSET = 1
 
 
 def gradients(trainer: Trainer, part: list[int], step: list[int]) -> tuple[dict[str, Tensor], float]:
     """Gradients and first loss of a rank whose part of the step is ``part``."""
     trainer.head.zero_grad()
     batch = collate([trainer.dataset[index] for index in part])
-    counts = trainer.dataset.counts(step, len(WEIGHTS))
-    total, first = loss(trainer.head, batch, trainer.scale, WEIGHTS, "kl", counts)
+    counts = trainer.dataset.counts(step, len(WEIGHTS), trainer.head.stride, OFFSET)
+    total, first = loss(trainer.head, batch, trainer.scale, Objective(WEIGHTS, "kl", OFFSET), counts)
     total.backward()  # type: ignore[no-untyped-call]
     return {n: w.grad.clone() for n, w in trainer.head.named_parameters() if w.grad is not None}, first
 
 
-def test_gradients_of_the_ranks_sum_to_those_of_the_whole_step(whole: Path, target: str) -> None:
-    trainer = make_trainer(whole, target, OPTIONS)
+@pytest.mark.parametrize("kind", ["feature", "dspark"])
+def test_gradients_of_the_ranks_sum_to_those_of_the_whole_step(kind: str, whole: Path, target: str) -> None:
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
     step = max(trainer.dataset.epoch(0, 0, 256), key=len)
     parts = [TrainingRanks(ModelShard(rank, 3)).part(step) for rank in range(3)]
     assert sorted(index for part in parts for index in part) == sorted(step)
@@ -52,7 +55,9 @@ def test_counts_need_no_hidden_states(whole: Path, target: str) -> None:
     dataset = make_trainer(whole, target, OPTIONS).dataset
     step = list(range(len(dataset)))
     batch = collate([dataset[index] for index in step])
-    assert dataset.counts(step, 5) == [len(counted_positions(batch, draft_token)) for draft_token in range(5)]
+    for stride, offset in ((1, 0), (3, 0), (3, 2)):
+        wanted = [len(counted_positions(batch, draft_token, stride, offset)) for draft_token in range(5)]
+        assert dataset.counts(step, 5, stride, offset) == wanted
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from paceline.cli.main import app
 from paceline.cli.train_draft import FILES, measuring
 from paceline.config import DraftData, DraftTraining, EngineOptions, SamplingParams
 from paceline.config.training import HEAD_KINDS
+from paceline.drafters.heads.block_native import NativeBlock
 from paceline.drafters.heads.checkpoint import read_head_config
 from paceline.llm import LLM
 from paceline.tools.training.run import TrainingRun
@@ -102,6 +103,7 @@ def test_other_kinds_of_head_train_on_the_same_data_and_draft_losslessly(
     llm = LLM(target, str(tmp_path), **options, drafter="feature", num_speculative_tokens=4)
     params = [SamplingParams(temperature=heat, max_tokens=40, seed=5, ignore_eos=True) for heat in (0.0, 0.8)]
     prompts = ["a b c", "why is the sky blue?"]
+    assert isinstance(llm.engine.models.draft, NativeBlock) == (kind == "dspark"), "it drafts on the CPU kernels"
     found = llm.generate(prompts, params, use_tqdm=False)
     plain = llm.plain().generate(prompts, params, use_tqdm=False)
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
@@ -193,7 +195,8 @@ def test_without_a_terminal_progress_is_printed_as_lines(whole: Path, target: st
         (["--kind", "model", "--mlp-width", "9"], "whose layers are the target's"),
         (["--kind", "model", "--unroll", "2"], "learns all draft tokens from one pass"),
         (["--kind", "model", "--layers", "9"], "at most the target's 8"),
-        (["--layers", "2"], "left out except with --kind model"),
+        (["--layers", "2"], "left out except with --kind model and --kind dspark"),
+        (["--kind", "dspark", "--unroll", "1"], "2 to 8 with --kind dspark"),
         (["--kind", "hidden_transfer", "--mlp-width", "9"], "whose layers are the target's"),
         (["--kind", "features"], "'feature'"),
         (["--tokens", "0"], "tokens"),

@@ -59,10 +59,10 @@ def test_with_all_layers_its_distributions_are_the_targets(whole: Path, target: 
     training = DraftTraining(**{**vars(MODEL), "layers": 8, "vocab": 257})
     trainer = make_trainer(whole, target, training)
     batch = first_batch(trainer)
-    for step, normed in enumerate(trainer.head.drafts(batch.tokens, batch.features.float(), 3)):
+    begins, width = counted_positions(batch, 0), batch.tokens.shape[1]
+    for step, normed in enumerate(trainer.head.drafts(batch.tokens, batch.features.float(), begins, 3)):
         place = counted_positions(batch, step)
-        distribution = trainer.head.logits(normed.flatten(0, 1)[place]).softmax(-1)
-        width = batch.tokens.shape[1]
+        distribution = trainer.head.logits(normed[torch.isin(begins, place)]).softmax(-1)
         states = batch.hidden.flatten(0, 1)[place // (width - 1) * width + place % (width - 1) + 1 + step].float()
         assert (distribution - trainer.head.logits(states).softmax(-1)).abs().max() < 0.05
 
@@ -79,8 +79,9 @@ def test_measured_acceptance_is_that_of_drafting_token_by_token(whole: Path, tar
         for place in range(int(batch.prompts[row]) - 1, int(batch.lengths[row]) - 2):
             known = batch.tokens[row, : place + 2].tolist()
             for step in range(min(4, int(batch.lengths[row]) - 2 - place)):
-                *_, normed = trainer.head.drafts(torch.tensor([[*known, 0]]), torch.zeros(0), 1)
-                draft_token = int(trainer.head.targets[trainer.head.logits(normed[0, len(known) - 2]).argmax()])
+                last = torch.tensor([len(known) - 2])
+                *_, normed = trainer.head.drafts(torch.tensor([[*known, 0]]), torch.zeros(0), last, 1)
+                draft_token = int(trainer.head.targets[trainer.head.logits(normed[0]).argmax()])
                 assert int(correct[row, place, step]) == (draft_token == int(batch.tokens[row, place + 2 + step]))
                 if draft_token != int(batch.tokens[row, place + 2 + step]):
                     break

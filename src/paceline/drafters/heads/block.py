@@ -6,7 +6,8 @@ their keys and values are dropped after the pass. The output head is the target'
 
 * DFlash: the rows' distributions are independent.
 * DSpark: a bias of low rank on a row's logits depends on the token before. A small head predicts whether the target
-  will accept the token.
+  will accept the token. (Cheng et al., DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive
+  Generation, 2026, in deepseek-ai/DeepSpec. Sections 3.1: the drafter; 3.2.1: the confidence; 3.3: the training.)
 * DFlash2: a row's most probable tokens get scores from a pair of codebooks, by the token before. Short convolutions
   over the block stand around attention and MLP.
 
@@ -16,7 +17,7 @@ vocabulary, Vd the drafter's. Modules and tensors are named as in the published 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn.functional import embedding, linear, pad
 from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
-from paceline.drafters.heads.layers import HeadLayer, rms_norm
+from paceline.drafters.heads.layers import HeadLayer, PackedBlocks, rms_norm
 from paceline.kernels.attention.base import Attend
 from paceline.models.decoding.draft_vocabulary import NEVER
 from paceline.models.torch.rotary import RotaryAngles, Rotation, rotate
@@ -206,24 +207,32 @@ class BlockTail:
 
         state: [N, H], of its row. before: [N], the token before it.
         """
+        logits = self.confidence_logits(state, before)
+        return None if logits is None else logits.sigmoid()
+
+    def confidence_logits(self, state: Tensor, before: Tensor) -> Tensor | None:
+        """Logits [N] of ``confidence``."""
         if self._confidence is None:
             return None
         state = state.to(self._confidence.proj.weight.dtype)
         if self._reads_token:
             assert self._markov is not None, "the configuration was checked"
             state = torch.cat((state, self._markov.markov_w1(before)), dim=-1)
-        return cast(Tensor, self._confidence.proj(state)).float().sigmoid().squeeze(-1)
+        return cast(Tensor, self._confidence.proj(state)).float().squeeze(-1)
 
 
 class BlockHead(Head):
-    """A block drafter. Its block has ``spec.size`` rows."""
+    """A block drafter. Its block has ``spec.size`` rows.
 
-    at_any_size = unrolls = False
+    Training packs the blocks of a text into one pass (DSpark, section 3.3). They lie end to end, so a pass has about as
+    many rows as the text has tokens; DeepSpec samples where they begin.
+    """
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config, joined=0)
         assert config.block is not None, "the configuration is of another kind"
         self.spec = block = config.block
+        self.stride = block.most_drafted
         self.markov_head = MarkovHead(config, block) if block.markov_rank else None
         self.confidence_head = ConfidenceHead(config, block) if block.confidence else None
         self.candidate_selector = CandidateSelector(config, block) if block.selector_rank else None
@@ -255,6 +264,32 @@ class BlockHead(Head):
         tokens[:, 0] = anchor
         embedded = self.embed_tokens(tokens) * self.spec.embedding_scale
         return self.step(tokens, embedded.to(self.dtype), positions, attend).normed[:, self.spec.first_row :]
+
+    def drafts(self, tokens: Tensor, features: Tensor, begins: Tensor, steps: int) -> Iterator[Tensor]:
+        """See ``Head.drafts``. The anchor of a draft that begins at position i is token i + 1."""
+        rows, length = tokens.shape
+        row, place = begins // (length - 1), begins % (length - 1)
+        counts = row.bincount(minlength=rows)
+        column = torch.arange(len(begins), device=row.device) - (counts.cumsum(0) - counts)[row]
+        anchors = row.new_zeros(rows, int(counts.max()))
+        anchors[row, column] = place + 1
+        fused = self.fuse(features)
+        rotation = self._rotation(torch.arange(length, device=row.device)[None], fused.dtype)
+        texts = [cast(HeadLayer, layer).self_attn.keys_and_values(fused, rotation) for layer in self.layers]
+        blocks = anchors.flatten()[:, None] + torch.arange(self.spec.size, device=row.device)
+        states = self.block(tokens.gather(1, anchors).flatten(), blocks, PackedBlocks(anchors, texts))
+        yield from states[row * anchors.shape[1] + column, :steps].unbind(1)
+
+    def continued(self, states: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self.tail.continued(self.logits(states[:, -1]), states, path)
+        return logits, self.tail.confidence_logits(states[:, -1], path[:, -1])
+
+    def trained_steps(self, unroll: int, alone: bool) -> int:
+        return min(unroll, self.spec.most_drafted)
+
+    @torch.no_grad()
+    def absorb(self, scale: Tensor) -> None:
+        self.fc.weight.mul_(scale.repeat_interleave(self.config.target_width))
 
     def logits(self, normed: Tensor) -> Tensor:
         return scaled(self.spec, super().logits(normed).float())

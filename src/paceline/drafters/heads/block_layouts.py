@@ -1,9 +1,9 @@
-"""Configuration of block drafters, read from config.json in the layouts in which they are published.
+"""Configuration of block drafters in config.json: read in the layouts in which they are published, written in one.
 
 * dflash (z-lab, SpecForge): a Qwen3 configuration, with the block's settings in ``dflash_config`` or beside it.
 * deepspec: the same settings beside the layers'; every row of the block drafts.
 * muse_glimmer: the assistant of transformers.
-* speculators (vllm-project): the layers in ``transformer_layer_config``.
+* speculators (vllm-project): the layers in ``transformer_layer_config``. This one is written.
 
 A key that is not known is refused: it may change what is computed.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from transformers import Qwen3Config
 
 from paceline.drafters.heads.block_spec import BLOCK_KINDS, BlockSpec
-from paceline.drafters.heads.config import HeadConfig, sizes_of
+from paceline.drafters.heads.config import HeadConfig, paying_rows_of, sizes_of
 from paceline.drafters.heads.fields import flag_of, list_of, number_of, object_of, real_of
 from paceline.errors import ModelFormatError
 from paceline.models.files.boundary import brief
@@ -111,7 +111,25 @@ def read_block(fields: Mapping[str, Any], layout: BlockLayout, vocab_size: int |
         **sizes_of(fields, transformer),
         taps=_taps(settings, "target_layer_ids", rules.after, transformer),
         block=_block(settings, rules),
+        paying_rows=paying_rows_of(fields),
     )
+
+
+def written(config: HeadConfig) -> dict[str, Any]:
+    """Fields of config.json in the speculators layout, for the kind that is trained, DSpark."""
+    block = config.block
+    assert block is not None, "the configuration is of another kind"
+    assert block.kind == "dspark", "other kinds have more settings"
+    return config.common_fields(block.kind, "DSparkSpeculator") | {
+        "aux_hidden_state_layer_ids": list(config.taps or ()),
+        "block_size": block.size,
+        "mask_token_id": block.mask_token,
+        "sample_from_anchor": block.anchor_first,
+        "markov_rank": block.markov_rank,
+        "markov_head_type": block.markov,
+        "enable_confidence_head": block.confidence,
+        "confidence_head_with_markov": block.confidence_reads_token,
+    }
 
 
 def _rules(settings: Mapping[str, Any], layout: BlockLayout) -> Rules:
@@ -243,4 +261,5 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         block=_block(settings, rules),
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, list_of(verifier, "architectures"))),
+        paying_rows=paying_rows_of(fields),
     )

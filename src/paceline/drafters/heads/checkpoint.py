@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.config.files import write_text, written_whole
 from paceline.drafters.heads.block_gguf import block_names, block_tensors, is_block_file, read_block_file
-from paceline.drafters.heads.block_layouts import block_layout_of, read_block
+from paceline.drafters.heads.block_layouts import block_layout_of, read_block, written
 from paceline.drafters.heads.config import HeadConfig, layout_of
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
@@ -133,7 +133,8 @@ def save_head(head: Head, directory: Path, *, output: bool = True) -> None:
     with written_whole(directory / "model.safetensors") as part:
         save_file(copies, part, metadata={"format": "pt"})
     kind = str(head.dtype).removeprefix("torch.")
-    fields = head.config.written() | {"torch_dtype": kind}
+    fields = head.config.written() if head.config.block is None else written(head.config)
+    fields |= {"torch_dtype": kind}
     write_text(directory / "config.json", json.dumps(fields, indent=2) + "\n")
 
 

@@ -213,7 +213,16 @@ class HeadConfig:
         return (_from_speculators(fields) if layout == "speculators" else _from_flat(fields)), layout
 
     def written(self) -> dict[str, Any]:
-        """Fields of config.json in the speculators layout."""
+        """Fields of config.json in the speculators layout. Those of block drafters: ``block_layouts.written``."""
+        kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
+        more: dict[str, Any] = {"mask_token_id": self.mask_token} if self.parallel else {}
+        more |= {name: getattr(self, name) for name in _MOST_DRAFTED if getattr(self, name)}
+        taps = None if self.taps is None else list(self.taps)
+        switches = {name: getattr(self, name) for name in _SWITCHES}
+        return self.common_fields(kind, _KINDS[kind]) | {"eagle_aux_hidden_state_layer_ids": taps} | switches | more
+
+    def common_fields(self, kind: str, architecture: str) -> dict[str, Any]:
+        """Fields that heads of all kinds have in the speculators layout. kind, architecture: their names there."""
         proposal = {
             "proposal_type": "greedy",
             "speculative_tokens": self.speculative_tokens,
@@ -221,12 +230,9 @@ class HeadConfig:
             "accept_tolerance": 0.0,
         }
         target = {"name_or_path": self.verifier or None, "architectures": list(self.architectures)}
-        kind = {"feature": "eagle3", "parallel": "peagle"}.get(self.kind, self.kind)
-        more: dict[str, Any] = {"mask_token_id": self.mask_token} if self.parallel else {}
-        more |= {name: getattr(self, name) for name in _MOST_DRAFTED if getattr(self, name)}
-        more |= {"paceline": {"paying_rows": dict(self.paying_rows)}} if self.paying_rows else {}
+        ours = {"paceline": {"paying_rows": dict(self.paying_rows)}} if self.paying_rows else {}
         return {
-            "architectures": [_KINDS[kind]],
+            "architectures": [architecture],
             "speculators_model_type": kind,
             "speculators_version": "0.9.0",
             "speculators_config": {
@@ -238,14 +244,9 @@ class HeadConfig:
             "transformer_layer_config": dict(self.transformer),
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_width,
-            "eagle_aux_hidden_state_layer_ids": None if self.taps is None else list(self.taps),
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.norm_before_fc,
-            "fc_norm": self.fc_norm,
-            "norm_output": self.norm_output,
-            **more,
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
+            **ours,
         }
 
 
@@ -288,7 +289,7 @@ def _from_speculators(fields: Mapping[str, Any]) -> HeadConfig:
         verifier=str(verifier.get("name_or_path") or ""),
         architectures=tuple(map(str, list_of(verifier, "architectures"))),
         speculative_tokens=number_of(method, "speculative_tokens", 3),
-        paying_rows=_paying_rows(object_of(fields, "paceline")),
+        paying_rows=paying_rows_of(fields),
     )
 
 
@@ -343,8 +344,9 @@ def _taps(fields: Mapping[str, Any], shift: int) -> tuple[int, ...] | None:
     return tuple(layer + shift for layer in layers) or None
 
 
-def _paying_rows(ours: Mapping[str, Any]) -> dict[str, int]:
+def paying_rows_of(fields: Mapping[str, Any]) -> dict[str, int]:
     """``paying_rows`` from paceline's own section of config.json."""
+    ours = object_of(fields, "paceline")
     rows = {device: number_of(object_of(ours, "paying_rows"), device, 0) for device in object_of(ours, "paying_rows")}
     if not rows.keys() <= {"cpu", "cuda"} or min(rows.values(), default=1) < 1:
         raise ModelFormatError(

@@ -28,14 +28,15 @@ class Head(nn.Module):
         token of the target.
 
     late: positions after the text's last one at which the first draft token is predicted.
-    at_any_size: whether training may scale the hidden states. unrolls: whether training lets it read its own draft
-        tokens.
+    at_any_size: whether training may scale the hidden states.
+    stride: in a pass of training, drafts begin at one position in ``stride``.
     reads_ends: whether it reads the target's embedding and last hidden state, not the usual ones in between.
     looks_back: whether a position also reads the fused hidden states of the position before.
     """
 
     late = 0
-    at_any_size = unrolls = True
+    at_any_size = True
+    stride = 1
     reads_ends = looks_back = False
     d2t: Tensor
     t2d: Tensor
@@ -136,12 +137,29 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """``states`` for tokens [B, T] and features [B, T, S, target width] that are both of token i at position i.
+    def drafts(self, tokens: Tensor, features: Tensor, begins: Tensor, steps: int) -> Iterator[Tensor]:
+        """Normed states [M, H] of each of at most ``steps`` draft tokens, for the drafts that begin at M positions.
 
-        Yields [B, T - 1, H]: at position i the drafts after token i + 1.
+        tokens: [B, T]. features: [B, T, S, target width]. Both are of token i at position i.
+        begins: [M] int64, ascending positions i of the flattened [B, T - 1], whose drafts follow token i + 1. Step s
+            has read the hidden states up to i, and predicts token i + 2 + s. Steps beyond the text have no meaning.
         """
-        return self.states(tokens[:, 1:], features[:, :-1], steps)
+        for states in self.states(tokens[:, 1:], features[:, :-1], steps):
+            yield states.flatten(0, 1)[begins]
+
+    def continued(self, states: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [M, Vd] of the draft tokens of a step, and of their acceptance [M] where the head predicts it.
+
+        states: [M, s + 1, H], normed, of the steps up to this one. path: [M, s + 1], the token before each step's.
+        """
+        return self.logits(states[:, -1]), None
+
+    def trained_steps(self, unroll: int, alone: bool) -> int:
+        """Number of draft tokens that training considers, of the ``unroll`` of a whole draft.
+
+        alone: whether it is so early that the first one is trained alone.
+        """
+        return 1 if alone else unroll
 
     def unroll(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """Logits [B, T, Vd] of ``states``."""

@@ -5,6 +5,7 @@ Shapes: B rows, T positions, D the width of an attention head, H the head's widt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -115,6 +116,34 @@ class UnrolledAttention:
         if len(steps) == 1 and terms.window is None:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=terms.scale, enable_gqa=True)
         return _attend_steps(q, steps, terms)
+
+
+class PackedBlocks:
+    """An ``Attend`` over the blocks of whole texts in training, N blocks of L rows in each of B texts.
+
+    A row sees the keys of its text before the block's anchor, and all rows of its own block. (DSpark, section 3.3.)
+    anchors: [B, N] int64, the position of each block's first row.
+    texts: each layer's keys and values of the texts, [B, T, key heads, D].
+    """
+
+    def __init__(self, anchors: Tensor, texts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._anchors, self._texts = anchors, texts
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms = PLAIN) -> Tensor:
+        """Attention output [B * N, heads, L, D]. q: [B * N, heads, L, D]. k, v: [B * N, key heads, L, D]."""
+        assert terms.window is None and terms.cap is None and terms.sinks is None, "trained blocks have none"  # noqa: PT018
+        keys, values = self._texts[layer]
+        grouped = (q * terms.scale_of(q.shape[-1])).view(len(q), k.shape[1], -1, *q.shape[2:])
+        by_text = grouped.view(*self._anchors.shape, *grouped.shape[1:])  # [B, N, key heads, shared, L, D]
+        hidden = torch.arange(keys.shape[1], device=q.device) >= self._anchors[..., None]
+        scores = torch.einsum("bngsld,btgd->bngslt", by_text, keys)
+        scores = scores.masked_fill(hidden[:, :, None, None, None], -torch.inf).flatten(0, 1)
+        own = torch.einsum("bgsld,bgtd->bgslt", grouped, k)
+        weights = torch.cat((scores, own), dim=-1).float().softmax(-1).to(q.dtype)
+        of_text, of_block = torch.split(weights, [keys.shape[1], k.shape[2]], dim=-1)
+        of_text = of_text.view(*self._anchors.shape, *of_text.shape[1:])
+        out = torch.einsum("bngslt,btgd->bngsld", of_text, values).flatten(0, 1)
+        return (out + torch.einsum("bgslt,bgtd->bgsld", of_block, v)).flatten(1, 2)
 
 
 def _attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], terms: AttentionTerms) -> Tensor:

@@ -63,10 +63,11 @@ def _correct(head: Learner, batch: TrainingBatch, scale: Tensor) -> Tensor:
     """[B, T - 1, DRAFT_LENGTH]: 1 for a correct draft token, 0 for a wrong one, -1 where nothing is drafted."""
     rows, width = batch.tokens.shape
     correct = torch.full((rows * (width - 1), DRAFT_LENGTH), -1)
-    for step, drafted in enumerate(draft_logits(head, batch, scale, DRAFT_LENGTH)):
-        draft_tokens = head.targets[drafted.logits.argmax(-1)]
-        wanted = batch.tokens.flatten()[token_index(batch, drafted.positions, 2 + step)]
-        correct[drafted.positions.cpu(), step] = (draft_tokens == wanted).long().cpu()
+    for offset in range(head.stride):
+        for step, drafted in enumerate(draft_logits(head, batch, scale, DRAFT_LENGTH, offset)):
+            draft_tokens = head.targets[drafted.logits.argmax(-1)]
+            wanted = batch.tokens.flatten()[token_index(batch, drafted.positions, 2 + step)]
+            correct[drafted.positions.cpu(), step] = (draft_tokens == wanted).long().cpu()
     return correct.view(rows, width - 1, DRAFT_LENGTH)
 
 

@@ -77,10 +77,11 @@ class ExampleDataset(Dataset[Example]):
             step.append(index)
         yield step
 
-    def counts(self, step: Sequence[int], draft_tokens: int) -> list[int]:
+    def counts(self, step: Sequence[int], draft_tokens: int, stride: int = 1, offset: int = 0) -> list[int]:
         """For each draft token, the number of positions that ``objective.counted_positions`` finds in a step."""
-        answers = [self.lengths[index] - self.prompts[index] for index in step]
-        return [sum(max(0, answer - 1 - draft_token) for answer in answers) for draft_token in range(draft_tokens)]
+        spans = [(self.prompts[index] - 1, self.lengths[index] - 2) for index in step]
+        spans = [(first + (offset - first) % stride, end) for first, end in spans]
+        return [sum(len(range(first, end - token, stride)) for first, end in spans) for token in range(draft_tokens)]
 
     def batches(self, steps: Sequence[Sequence[int]]) -> Iterator[TrainingBatch]:
         """One batch for each step."""

@@ -23,7 +23,7 @@ from paceline.core.hardware import native_bfloat16
 from paceline.errors import PacelineError
 from paceline.tools.training.acceptance import Acceptance, measure
 from paceline.tools.training.batches import ExampleDataset, TrainingBatch
-from paceline.tools.training.objective import Divergence, Learner, loss
+from paceline.tools.training.objective import Divergence, Learner, Objective, loss
 from paceline.tools.training.ranks import TrainingRanks
 
 _BETAS = 0.9, 0.95
@@ -129,9 +129,9 @@ class Trainer:
             group["lr"] = options.learning_rate * schedule(self.fraction_done, options.warm_up)
         with self._autocast, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # norms stay in float32
-            weights, divergence = self._objective()
-            counts = self.dataset.counts(step, len(weights))
-            total, first = loss(self.head, batch, self.scale, weights, divergence, counts)
+            objective = self._objective()
+            counts = self.dataset.counts(step, len(objective.weights), self.head.stride, objective.offset)
+            total, first = loss(self.head, batch, self.scale, objective, counts)
         has_part = float(len(self.ranks.part(step)) > 0)
         first = self.ranks.total(first * has_part)
         if not math.isfinite(first):
@@ -148,12 +148,13 @@ class Trainer:
         progress.step += 1
         progress.passes += sum(self.dataset.lengths[index] for index in step)
 
-    def _objective(self) -> tuple[list[float], Divergence]:
-        """The loss weight of each draft token, and the divergence, at this point of the training."""
+    def _objective(self) -> Objective:
+        """The objective at this point of the training. Its offset moves by one position with every epoch."""
         options, done = self.options, self.fraction_done
-        steps = options.unroll if self.head.unrolls and done >= options.alone else 1
+        steps = self.head.trained_steps(options.unroll, done < options.alone)
         weights = [options.decay**step for step in range(steps)]
-        return weights, "total_variation" if done >= 1 - options.total_variation else "kl"
+        divergence: Divergence = "total_variation" if done >= 1 - options.total_variation else "kl"
+        return Objective(weights, divergence, self.progress.epoch % self.head.stride)
 
     def evaluate(self) -> Acceptance:
         """Measure acceptance on the held-out conversations, and add it to ``progress``."""

@@ -55,7 +55,8 @@ class Student(nn.Module):
     output rows of the Vd tokens that training considers; ``save`` writes the rows of all tokens.
     """
 
-    at_any_size = unrolls = False  # it reads no hidden states; one pass over a text trains all steps
+    at_any_size = False  # it reads no hidden states
+    stride = 1
     targets: Tensor
 
     def __init__(self, config: PreTrainedConfig, vocabulary: int) -> None:
@@ -90,8 +91,8 @@ class Student(nn.Module):
         self.lm_head.weight.copy_(output[vocabulary])
         self.targets.copy_(vocabulary)
 
-    def drafts(self, tokens: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield the states [B, T - 1, H] of each step, as ``Head.drafts`` does. features are ignored.
+    def drafts(self, tokens: Tensor, features: Tensor, begins: Tensor, steps: int) -> Iterator[Tensor]:
+        """Yield the states [M, H] of each step, as ``Head.drafts`` does. features are ignored.
 
         A draft token depends on the draft tokens before it. Where these are correct they equal the text, so one pass
         over the text gives all steps.
@@ -99,7 +100,16 @@ class Student(nn.Module):
         states = self.body(input_ids=tokens, use_cache=False).last_hidden_state
         for step in range(steps):
             known = states[:, 1 + step :]
-            yield nn.functional.pad(known, (0, 0, 0, states.shape[1] - 1 - known.shape[1]))
+            padded = nn.functional.pad(known, (0, 0, 0, states.shape[1] - 1 - known.shape[1]))
+            yield padded.flatten(0, 1)[begins]
+
+    def continued(self, states: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``Head.continued``."""
+        return self.logits(states[:, -1]), None
+
+    def trained_steps(self, unroll: int, alone: bool) -> int:
+        """1: the pass that trains the first draft token is also that of the later ones, at later positions."""
+        return 1
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] -> [..., Vd]."""

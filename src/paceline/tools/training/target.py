@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from paceline.config import DraftTraining
+from paceline.drafters.heads.block import BlockHead
+from paceline.drafters.heads.block_spec import BlockSpec
 from paceline.drafters.heads.config import HeadConfig
 from paceline.drafters.heads.head import Head
 from paceline.drafters.heads.kinds import make_head
@@ -26,6 +28,8 @@ from paceline.tools.training.shards import Shard
 from paceline.tools.training.student import FAMILIES, Student, spread, student_config, usual_layers
 
 _LEFT_OUT = "left out with --kind {kind}, whose layers are the target's"
+_BLOCK_LAYERS = 2  # by default; with two, DSpark is ahead of a DFlash drafter of five (its paper)
+_MOST_MARKOV_RANK = 256  # DeepSpec's, for targets of a width of 2560 to 5120
 _NATIVE = (
     "a target that paceline runs itself, without experts, recurrent layers, a norm behind its embedding or a bias of "
     "its output head, whose embedding is unscaled and as wide as its layers"
@@ -103,10 +107,13 @@ class Target:
     def shape(self, taps: Sequence[int], options: DraftTraining) -> HeadConfig:
         """The configuration of a head: one layer of the target's width or, for hidden transfer, the target's last ones.
 
-        The head's vocabulary has ``options.vocab`` tokens, or all of the target's if these are fewer.
+        A block drafter has ``options.layers``. The head's vocabulary has ``options.vocab`` tokens, or all of the
+        target's if these are fewer. Raises ParameterError for options that cannot be trained.
         """
+        if options.kind == "dspark":
+            return self._block(taps, options)
         if options.layers is not None:
-            raise ParameterError("--layers", options.layers, "left out except with --kind model")
+            raise ParameterError("--layers", options.layers, "left out except with --kind model and --kind dspark")
         if options.kind == "hidden_transfer":
             return self._transfer(taps[-1], options)
         layer = self._layer(options.mlp_width)
@@ -116,6 +123,24 @@ class Target:
             return self._config(layer, (0, len(self.spec.layers)), options, residual_heads=options.unroll)
         mask = self.spec.vocab_size - 1 if options.kind == "parallel" else None  # any token will do
         return self._config(layer, taps, options, mask_token=mask)
+
+    def _block(self, taps: Sequence[int], options: DraftTraining) -> HeadConfig:
+        """The configuration of a DSpark drafter, whose block has ``options.unroll`` rows."""
+        if options.unroll < 2:
+            raise ParameterError("--unroll", options.unroll, "2 to 8 with --kind dspark: the tokens of a block")
+        layer = self._layer(options.mlp_width) | {"model_type": "qwen3"}
+        layer["num_hidden_layers"] = _BLOCK_LAYERS if options.layers is None else options.layers
+        del layer["mlp_bias"]  # which this family has not
+        block = BlockSpec(
+            size=options.unroll,
+            mask_token=int(self.embedding.any(-1).nonzero()[-1]),  # any token will do whose embedding is not zero
+            anchor_first=True,
+            markov_rank=min(self.spec.width // 8, _MOST_MARKOV_RANK),
+            confidence=True,
+            confidence_reads_token=True,
+        )
+        config = self._config(layer, taps, options, block=block)
+        return replace(config, speculative_tokens=block.most_drafted)
 
     def _transfer(self, tap: int, options: DraftTraining) -> HeadConfig:
         """The configuration of a hidden transfer head. Raises ParameterError if it cannot use the target's layers."""
@@ -183,6 +208,8 @@ class Target:
             if config.transfers:
                 for layer, tensors in zip(head.layers, self.layers, strict=True):
                     layer.load_state_dict(tensors)
+            if isinstance(head, BlockHead) and head.markov_head is not None:
+                head.markov_head.markov_w1.weight.zero_()  # no bias after a token that training never meets
         head.lm_head.requires_grad_(False)
         head.set_vocabulary(vocabulary)
         return head
