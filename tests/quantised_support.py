@@ -59,6 +59,7 @@ def words(codes: Tensor, bits: int) -> Tensor:
 def compressed(bits: int, group: int, *, symmetric: bool, ordered: bool = False) -> Converter:
     """ordered: groups by activation order (actorder "group"), which weight_g_idx tells."""
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    weights |= {"actorder": "group"} if ordered else {}
 
     def convert(weight: Tensor) -> Converted:
         order, of_input = _orders(weight.shape[1], group, ordered=ordered)

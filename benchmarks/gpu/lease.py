@@ -1,4 +1,4 @@
-"""All figures of a device that is available for half an hour: resumable parts, the most important first.
+"""All figures of a device that is available for 13 minutes: resumable parts, the most important first.
 
 Each part is one of this package's commands (or the tests) in a process of its own, with a time budget, and updates its
 document as it runs. A call runs the parts that have not run and fit; the next call continues.
@@ -49,14 +49,16 @@ def parts(*, tiny: bool) -> tuple[Part, ...]:
             _rounds("8-bit", "--pairs llama-8b --formats int8 --lengths 1", 120, 1),
             Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 1),
             Part("products", ("-m", "benchmarks.gpu.run", "products"), 120, 1),
+            _cores("0.01", 120, 1),
         )
     return (
-        _tests(("tests/kernels/gpu", "tests/kernels/attention"), 400, 240),
-        Part("sampling", ("-m", "benchmarks.gpu.run", "sampling"), 80, 50),
-        _rounds("bf16", "--formats bf16 --rows 8,1,32,64", 450, 400),
-        _rounds("8-bit", "--pairs llama-8b --formats int8,fp8 --rows 8,1,32,64", 450, 400),
-        Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 120, 80),
-        Part("products", ("-m", "benchmarks.gpu.run", "products"), 80, 50),
+        _tests(("tests/kernels/gpu/test_device.py", "tests/kernels/attention"), 120, 80),
+        Part("sampling", ("-m", "benchmarks.gpu.run", "sampling"), 50, 40),
+        _rounds("bf16", "--pairs llama-8b --formats bf16 --rows 8,1,32,64", 200, 120),
+        _rounds("8-bit", "--pairs llama-8b --formats fp8,int4,int8 --rows 8,1,32,64", 200, 120),
+        Part("attention", ("-m", "benchmarks.gpu.run", "attention"), 60, 40),
+        Part("products", ("-m", "benchmarks.gpu.run", "products"), 60, 40),
+        _cores("1.0", 90, 60),
     )
 
 
@@ -64,6 +66,12 @@ def _tests(where: Sequence[str], budget: float, least: float, workers: int = 8) 
     """Tests, in parallel if pytest-xdist is installed."""
     parallel = ("-n", str(workers)) if workers and importlib.util.find_spec("xdist") else ()
     return Part("tests", ("-m", "pytest", *_PYTEST, *parallel, *where), budget, least, benchmark=False)
+
+
+def _cores(seconds: str, budget: float, least: float) -> Part:
+    """The CPU kernels on 1, 2, 4, ... threads; the table is in the part's log."""
+    arguments = ("-m", "benchmarks.cores", "measure", "--shapes", "smollm2-135m", "--seconds", seconds)
+    return Part("cores", arguments, budget, least, benchmark=False)
 
 
 def _rounds(name: str, options: str, budget: float, least: float) -> Part:

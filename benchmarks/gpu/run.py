@@ -199,7 +199,10 @@ def lease(
     budget: Budget = 480,
     tiny: Tiny = False,
 ) -> None:
-    """Run everything, in parts: tests, cuts, rounds in bf16 and 8 bits, attention, products. Repeat until all ran."""
+    """Run everything, in parts: tests, cuts, rounds in 16, 8 and 4 bits, attention, products, the CPU's cores.
+
+    Repeat until all ran.
+    """
     from benchmarks.gpu.lease import Lease, parts
 
     _device(device, tiny)

@@ -59,9 +59,9 @@ def test_keys_come_from_flags_the_environment_and_a_file(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("option", ["--tensor-parallel", "--tensor-parallel-size"])
 def test_what_ranks_cannot_share_is_refused(paceline: Any, option: str) -> None:
-    result = paceline("serve", option, "2", "--attention", "native")
+    result = paceline("serve", option, "2", "--kv-cache-dtype", "int8")
     assert result.exit_code == 2
-    assert "attention='native'" in result.output
+    assert "kv_cache_dtype='int8'" in result.output
     assert "tensor_parallel=2" in result.output
 
 

@@ -15,7 +15,7 @@ from paceline.kernels.spec import LayerWeights, LinearWeights, NativeSpec, Rotar
 from paceline.models.native.model import NativeModel
 
 # A change of these bytes requires a new pack.LAYOUT_VERSION; otherwise old files would be misread.
-VERSION = 2
+VERSION = 3
 MATRIX = {"int8": "1808ef7f74c25a91", "bf16": "6cea0e60810b8bc4", "int4": "fc91664da045bb74"}
 DECODER = {"int8": "fa637038b64f1571", None: "5d7d0bd639f5cbd8", "int4": "dcc8b35ab1c69134"}
 CHANGED = "packed bytes have changed: raise pack.LAYOUT_VERSION, then put the new ones here"

@@ -98,7 +98,7 @@ def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
-        _penalise(logits, batch.state(), draft_tokens, first)
+        _penalise(logits, batch.state(), draft_tokens, first, batch.longest)
     if rows.stop_tokens is not None:
         early = _positions(batch, logits.shape[1], first) < batch.live_slots.of(rows.min_length)[:, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
@@ -118,10 +118,12 @@ def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
     return batch.live_length[:, None] + torch.arange(first, first + count, device=batch.device)
 
 
-def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each."""
+def count_tokens(rows: RowState, vocab_size: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each.
+
+    longest: length of the longest text, where the host knows it; None: all positions are read.
+    """
     values = rows.values
-    longest = int(values.length.max()) if rows.text.device.type == "cpu" and rows.rows else rows.text.shape[1]
     tokens = rows.slots.of(rows.text[:, :longest])
     column = torch.arange(tokens.shape[1], device=tokens.device)
     text = column < values.length[:, None]
@@ -131,9 +133,9 @@ def count_tokens(rows: RowState, vocab_size: int) -> tuple[Tensor, Tensor]:
     return counts.scatter_add_(1, tokens, answer.float()), seen
 
 
-def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int) -> None:
+def _penalise(logits: Tensor, rows: RowState, draft_tokens: Tensor, first: int, longest: int | None = None) -> None:
     """Apply presence, frequency and repetition penalties in place; position j counts the draft tokens before it."""
-    counts, seen = count_tokens(rows, logits.shape[-1])
+    counts, seen = count_tokens(rows, logits.shape[-1], longest)
     values = rows.values
     presence, frequency = values.presence_penalty[:, None], values.frequency_penalty[:, None]
     repetition = values.repetition_penalty[:, None]
