@@ -1,10 +1,11 @@
 """Long prompts: what reading them takes and what of that is attention; the first token with parts of them in the store.
 
-    PYTHONPATH=src:. python -m benchmarks.long_prompts read --layers 4 --positions 4096 16384 65536
+    PYTHONPATH=src:. python -m benchmarks.long_prompts read --layers 4 --positions 4096 16384
     PYTHONPATH=src:. python -m benchmarks.long_prompts reuse qwen-coder-0.5b.gguf --positions 4096 16384
 
 ``read``: RANDOM WEIGHTS in int8, some layers of a shape, chunks of 512 tokens. The floor of a prompt is the products of
 its tokens at an empty cache, and attention's multiply-adds at the speed of torch's bfloat16 product on these threads.
+As in an engine's prefill, the last layer only stores keys and values: one layer less attends.
 ``reuse``: the engine, greedy, one prompt at a time; the part in the store is the beginning of an earlier prompt. The
 last line of stdout is every repeat's seconds, as JSON.
 """
@@ -70,7 +71,7 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
         repeats = [read_prompt(model, tokens) for _ in range(options.repeats if tokens < 32768 else 1)]
         middle = sorted(repeats, key=lambda each: each["all"])[len(repeats) // 2]
         pairs = tokens * (tokens + 1) / 2
-        attention_floor = 2 * shape.layers * shape.heads * shape.head_dim * pairs / peak
+        attention_floor = 2 * (shape.layers - 1) * shape.heads * shape.head_dim * pairs / peak
         floor = middle["products_of_first_chunk"] * tokens / CHUNK + attention_floor
         share, over = middle["attention"] / middle["all"], middle["all"] / floor
         own = middle["attention"] / attention_floor

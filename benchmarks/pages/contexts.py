@@ -27,13 +27,14 @@ def reading() -> Iterator[list[str]]:
         for prompt in run["prompts"]:
             repeats = sorted(prompt["seconds"], key=lambda each: each["all"])
             middle = repeats[len(repeats) // 2]
-            speed = prompt["tokens"] / middle["all"] * run["layers"] / 24
+            layers, attention = run["layers"], middle["attention"]
+            whole = (middle["all"] - attention) * 24 / layers + attention * 23 / (layers - 1)
             yield [
                 f"{prompt['tokens']:,}",
-                f"{speed:.0f}",
-                percent(middle["attention"] / middle["all"]),
+                f"{prompt['tokens'] / whole:.0f}",
+                percent(attention / middle["all"]),
                 f"{middle['all'] / prompt['floor']:.2f}",
-                f"{middle['attention'] / prompt['attention_floor']:.2f}",
+                f"{attention / prompt['attention_floor']:.2f}",
             ]
 
 
@@ -47,16 +48,12 @@ def first_tokens() -> Iterator[list[str]]:
 def decoding() -> Iterator[list[str]]:
     """Tokens per second after a long prompt, by the caches' dtype."""
     names = {"auto": "bfloat16", "int8": "int8", "f16": "llama.cpp, f16", "q8_0": "llama.cpp, q8_0"}
-    for run in map(load, ("long-decoding-qwen-0.5b-epyc-zen4", "long-decoding-llamacpp-qwen-0.5b-epyc-zen4")):
+    for run in map(load, ("long-decoding-qwen-0.5b-2k-epyc-zen4", "long-decoding-qwen-0.5b-16k-epyc-zen4")):
         for side, repeats in run["sides"].items():
-            tokens = run["rows"] * (run["tokens"] - 1)
-            speeds = sorted(tokens / each["decoding_s"] for each in repeats)
-            yield [
-                names[side],
-                f"{median(speeds):.1f}",
-                str(len(speeds)),
-                f"{median(each['prefill_s'] for each in repeats):.0f}",
-            ]
+            seconds = median(each["decoding_s"] for each in repeats)
+            first = median(each["prefill_s"] for each in repeats)
+            speed = run["rows"] * (run["tokens"] - 1) / seconds
+            yield [f"{run['positions']:,}", names[side], f"{speed:.1f}", f"{first:.1f}"]
 
 
 def conversations() -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from core.test_cache_budget import prompt_of
 from engine.test_prefixes import SometimesHopeful
 from head_support import tiny_head
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.outputs import RequestOutput
 from paceline.core.paged_tables import PagedTables
@@ -25,7 +26,7 @@ from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
 from paceline.engine.slot_allocator import SlotAllocator
 from paceline.models.base import AnyModel
-from toy import ToyModel, answers, make_engine, run
+from toy import ToyModel, answers, make_engine, make_request, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +85,10 @@ def plain_answers(asked: list[tuple[RequestOutput, SamplingParams]]) -> list[lis
 
 
 def chat(engine: Engine, seed: int, turns: int) -> int:
-    """Random chats that continue, branch, are aborted and end together. Return the number of copied tokens."""
+    """Random chats, some with a grammar, that continue, branch, are aborted and end together.
+
+    Return the number of copied tokens.
+    """
     rng = random.Random(seed)
     texts, asked = [prompt_of(150, seed)], []
     for name in range(turns):
@@ -93,7 +97,9 @@ def chat(engine: Engine, seed: int, turns: int) -> int:
         params = SamplingParams(
             n=rng.choice([1, 1, 3]), temperature=1.0, max_tokens=rng.choice([1, 5, 30]), seed=rng.randrange(99)
         )
-        asked.append((engine.add(Request(prompt, params, request_id=str(name))), params))
+        if name % 3 == 1:
+            params = replace(params, structured_outputs=StructuredOutputs(json_object=True))
+        asked.append((engine.add(replace(make_request(prompt, params), request_id=str(name))), params))
         for _ in range(rng.choice([0, 1, 2, 12])):
             step(engine)
         texts += [[*prompt, *answer.token_ids] for answer in asked[-1][0].outputs]

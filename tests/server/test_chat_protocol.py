@@ -15,6 +15,7 @@ from paceline.config import SamplingParams
 from paceline.engine.chat import chat_prompt
 from paceline.server.chat_protocol import ChatRequest
 from paceline.server.errors import from_validation
+from paceline.server.limits import MAX_LOGPROB_ENTRIES
 from paceline.server.protocol import CompletionRequest
 from paceline.server.responses.prompt import options_of
 from paceline.server.responses.protocol import ResponsesRequest
@@ -128,6 +129,12 @@ def test_minus_one_token_is_what_the_context_has_left(kind: Any, extra: dict[str
 def test_the_default_of_a_completion_is_a_few_tokens_and_of_a_chat_all_that_are_left() -> None:
     assert CompletionRequest(prompt="a").answer_limit(90) == 16
     assert ChatRequest(messages=[USER]).answer_limit(90) == 90
+
+
+def test_an_answer_without_a_limit_is_as_long_as_one_reply_can_report() -> None:
+    twenty = ChatRequest(messages=[USER], n=2, logprobs=True, top_logprobs=20)
+    assert twenty.sampling(SamplingParams(), 131_072).max_tokens == MAX_LOGPROB_ENTRIES // 42
+    assert ChatRequest(messages=[USER]).sampling(SamplingParams(), 131_072).max_tokens == 131_072
     assert ChatRequest(messages=[USER], max_tokens=7).answer_limit(90) == 7
 
 

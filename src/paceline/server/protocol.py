@@ -297,8 +297,10 @@ class AnsweredRequest(ApiRequest):
     def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
         """The sampling parameters; those of ``base`` where the body has none. Raises ParameterError.
 
-        left: as in ``answer_limit``.
+        left: as in ``answer_limit``. Of an answer without a limit, one reply must hold all log-probabilities.
         """
+        if self.num_logprobs is not None:
+            left = min(left, limits.MAX_LOGPROB_ENTRIES // (self.answers * (1 + self.num_logprobs)))
         budget = None if self.deadline_ms is None else self.deadline_ms / 1000
         own = {"max_tokens": self.answer_limit(left), "logprobs": self.num_logprobs, "time_budget": budget}
         return SamplingParams.from_mapping({**self.given, **own}, base)

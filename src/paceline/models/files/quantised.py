@@ -201,9 +201,9 @@ def _compressed(kind: str, weights: Mapping[str, Any]) -> Scheme:
     packed = {"weight_packed", "weight_scale"}
     if kind == "pack-quantized":
         suffixes = frozenset(packed | {"weight_shape", "weight_zero_point", "weight_g_idx"})
-        needed = ("weight_zero_point",) if weights.get("symmetric") is False else ()
+        needed = ["weight_zero_point"] if weights.get("symmetric") is False else []
         if weights.get("actorder") in (True, "group", "dynamic"):  # the others store groups side by side
-            needed += ("weight_g_idx",)
+            needed.append("weight_g_idx")
         return Scheme(name, ".weight_packed", suffixes, partial(CompressedTensor, bits=bits, needed=needed))
     if kind == "mxfp4-pack-quantized":
         make = partial(MXFP4Tensor, values="weight_packed", scales="weight_scale")
