@@ -75,7 +75,7 @@ class SlotAllocator:
         self.size_free_slots()
 
     def num_free_for(self, sequence: Sequence) -> int:
-        """Number of samples like this one that there are rows and memory for."""
+        """Number of samples like this one that may begin now: of free rows, or one at a time where memory is short."""
         free = self.batch.max_rows - len(self.used)
         if free == 0 or not self.room.is_short:
             return free
@@ -83,7 +83,7 @@ class SlotAllocator:
         needed = self.room.bytes_for(first) - self._shareable_bytes(self._source_in_use(sequence))
         spare = self.room.limit - self.reserved_bytes - needed
         spare -= sum(self._growth(other, other.reserved_tokens) for other in self.used.values())
-        return 0 if spare < 0 else min(free, 1 + spare // max(1, needed + self._growth(sequence, first)))
+        return int(spare >= 0)  # one at a time: what the next ones share depends on the slot that this one gets
 
     @property
     def by_rank(self) -> list[Sequence]:
