@@ -156,6 +156,19 @@ def test_rows_that_give_way_while_a_round_is_in_flight_equal_plain_decoding(
     assert engine.scheduler.preemptions > 0
 
 
+def test_the_ragged_kernel_reads_shared_pages_in_rounds_of_the_device() -> None:
+    """Through Triton's interpreter where there is no GPU; one row has a grammar, two have a common beginning."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    engine = engine_of("model", attention="ragged", num_speculative_tokens=2)
+    prompts = [[*prompt_of(70), 1], [*prompt_of(70), 2, 3], [4, 5]]
+    params = [SamplingParams(temperature=1.0, max_tokens=5, seed=seed) for seed in range(3)]
+    params[2] = replace(params[2], structured_outputs=StructuredOutputs(json_object=True))
+    outputs = run(engine, prompts, params)
+    assert answers(outputs) == plain_answers(list(zip(outputs, params, strict=True)))
+    assert engine.rounds.counts == {"device": sum(engine.rounds.counts.values()), "host": 0}
+    assert outputs[1].cached_tokens == 70
+
+
 def test_samples_share_their_prompts_pages_and_grow_into_pages_of_their_own() -> None:
     engine = engine_of("model", 2.5)
     params = SamplingParams(n=ROWS, temperature=1.0, max_tokens=60, seed=4)
