@@ -98,7 +98,7 @@ def adjust(logits: Tensor, batch: Batch, draft_tokens: Tensor, first: int = 0) -
     if rows.bias is not None:
         logits[rows.bias.rows, :, rows.bias.tokens] += rows.bias.values[:, None]
     if rows.any_penalty:
-        _penalise(logits, batch.state(), draft_tokens, first, batch.longest)
+        _penalise(logits, batch.state(), draft_tokens, first, int(batch.live_length.max()))
     if rows.stop_tokens is not None:
         early = _positions(batch, logits.shape[1], first) < batch.live_slots.of(rows.min_length)[:, None]
         row, token = rows.stop_tokens.rows, rows.stop_tokens.tokens
@@ -121,7 +121,7 @@ def _positions(batch: Batch, count: int, first: int = 0) -> Tensor:
 def count_tokens(rows: RowState, vocab_size: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """Number of occurrences of each token in a row's answer, and in its whole text: [B, V] float32 each.
 
-    longest: length of the longest text, where the host knows it; None: all positions are read.
+    longest: length of the longest text, where the caller may wait for it; None: all positions are counted.
     """
     values = rows.values
     tokens = rows.slots.of(rows.text[:, :longest])
