@@ -2,10 +2,10 @@
 
     python -m benchmarks.conversations smollm2-135m --quantization int8 --output conversations.json
 
-Each turn continues all conversations, ``--rows`` at a time. Sides: prefixes in free rows only (``--prefix-memory 0``),
-    beside the rows, and both over a restart in the middle, with a directory of prefixes and without. Every side runs in
-    processes of its own, so that its memory is its own. Answers are greedy and are compared. The last line of stdout is
-    the figures of each side, as JSON.
+Each turn continues all conversations, ``--rows`` at a time. Sides: prefixes in free rows only (``prefix_memory`` 0);
+beside the rows; and the latter with a restart in the middle, without and with a directory of prefixes. Every side runs
+in processes of its own, so that its memory is its own. Answers are greedy and are compared. The last line of stdout has
+the figures of each side, as JSON.
 """
 
 from __future__ import annotations

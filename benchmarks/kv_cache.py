@@ -39,21 +39,19 @@ def filled_cache(model: NativeModel, side: str, rows: int, positions: int) -> KV
 
 def step_times(model: NativeModel, caches: dict[str, KVCache], nodes: Nodes, seconds: float) -> dict[str, list[float]]:
     """Return milliseconds [whole step, attention] of each cache: medians of steps that take turns for ``seconds``."""
-    whole: dict[str, list[float]] = {side: [] for side in caches}
-    attention: dict[str, list[float]] = {side: [] for side in caches}
+    steps: dict[str, list[tuple[float, float]]] = {side: [] for side in caches}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(whole["rows"]) < 5:
+    while time.perf_counter() < end or len(steps["rows"]) < 5:
         for side, cache in caches.items():
             model.seconds.zero_()
             start = time.perf_counter()
             model.forward(nodes, cache)
-            whole[side].append(1000 * (time.perf_counter() - start))
-            attention[side].append(1000 * model.seconds[-1].item())
-    return {side: [statistics.median(whole[side]), statistics.median(attention[side])] for side in caches}
+            steps[side].append((1000 * (time.perf_counter() - start), 1000 * model.seconds[-1].item()))
+    return {side: [*map(statistics.median, zip(*found, strict=True))] for side, found in steps.items()}
 
 
 def measure(model: NativeModel, rows: int, positions: int, repeats: int, seconds: float) -> dict[str, Any]:
-    """Return the times of each repeat, and ratios of the medians: of whole steps and of attention alone."""
+    """Return the times of each repeat, and ratios [whole step, attention] of the sides."""
     caches = {side: filled_cache(model, side, rows, positions) for side in SIDES}
     nodes = Nodes(torch.arange(rows) % SHAPE.vocab_size, torch.arange(rows), torch.full((rows,), positions))
     model.timed = True

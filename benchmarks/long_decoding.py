@@ -3,11 +3,10 @@
     PYTHONPATH=src:. python -m benchmarks.long_decoding qwen-coder-0.5b.gguf --rows 4 --positions 16384
     PYTHONPATH=src:. python -m benchmarks.long_decoding qwen-coder-0.5b.gguf --sides f16 q8_0
 
-Plain decoding, greedy, the same random prompt in all rows (here they share its pages; llama.cpp reads it once a row).
-paceline runs the file in int8, llama.cpp (the package xllamacpp, which is not among the project's own) in the file's
-own blocks. Each side runs in a process of its own. Seconds are
-those between the last row's first token and the end, so reading the prompt is not in them; it is shown beside. The last
-line of stdout is JSON.
+Plain decoding, greedy, the same random prompt in all rows, which share its pages here; llama.cpp reads it once a row.
+paceline runs the file in int8, llama.cpp (the package xllamacpp, installed beside the project) in the file's own
+blocks. Each side runs in a process of its own. Decoding is timed from the last row's first token to the end; the time
+before is shown beside it. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +25,9 @@ from paceline import LLM, SamplingParams
 from paceline.models.files.hub import resolve
 from paceline.tools.bench.offline import machine, versions
 
-SIDES = ("auto", "int8", "f16", "q8_0")
+OURS = ("auto", "int8")
+SIDES = (*OURS, "f16", "q8_0")
+ROOM = 64  # tokens of a row beyond its prompt and answer
 
 
 def random_prompt(tokens: int) -> list[int]:
@@ -38,13 +38,12 @@ def random_prompt(tokens: int) -> list[int]:
 
 def run_paceline(options: argparse.Namespace) -> dict[str, float]:
     """Run one side in this process."""
-    longest = options.positions + options.tokens + 64
     llm = LLM(
         options.model,
         quantization="int8",
         drafter=None,
         kv_cache_dtype=options.sides[0],
-        max_model_len=longest,
+        max_model_len=options.positions + options.tokens + ROOM,
         max_batch_size=options.rows,
         use_tqdm=False,
     )
@@ -57,38 +56,24 @@ def run_paceline(options: argparse.Namespace) -> dict[str, float]:
 
 
 def run_llama(options: argparse.Namespace) -> dict[str, float]:
-    """Run llama.cpp's server in this process. Raises ImportError without xllamacpp."""
+    """Run one side in this process, by the worker of ``benchmarks.peers``. Raises ImportError without xllamacpp."""
     sys.path.insert(0, str(Path(__file__).parent / "peers" / "workers"))
-    import llamacpp_worker as worker  # type: ignore[import-not-found,unused-ignore]
-    import xllamacpp as native  # type: ignore[import-not-found,unused-ignore]
+    from common import Setup  # type: ignore[import-not-found,unused-ignore]
+    from llamacpp_worker import LlamaCpp  # type: ignore[import-not-found,unused-ignore]
 
-    given = native.CommonParams()
-    given.model.path = str(resolve(options.model))
-    given.n_parallel, given.n_ctx = options.rows, options.rows * (options.positions + options.tokens + 64)
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = torch.get_num_threads()
-    kind = {"f16": native.ggml_type.GGML_TYPE_F16, "q8_0": native.ggml_type.GGML_TYPE_Q8_0}[options.sides[0]]
-    given.cache_type_k = given.cache_type_v = kind
-    given.flash_attn_type = native.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED  # q8_0 values need it
-    given.cache_prompt, given.cache_ram_mib, given.ui, given.fit_params = False, 0, False, False
-    given.n_threads_http, given.port, given.verbosity = options.rows + 2, worker._free_port(), 1
-    server = native.Server(given)
-    worker._wait_until_up(given.port, None)
-    rows, first = [random_prompt(options.positions)] * options.rows, worker.FirstTokens()
-    with worker.ThreadPoolExecutor(options.rows) as pool:
-        jobs = [
-            pool.submit(_llama_row, worker, given.port, row, prompt, options.tokens, first)
-            for row, prompt in enumerate(rows)
-        ]
-        for job in jobs:
-            job.result()
-    del server
-    return {"prefill_s": first.prefill(), "decoding_s": first.total() - first.prefill()}
-
-
-def _llama_row(worker: Any, port: int, row: int, prompt: list[int], tokens: int, first: Any) -> None:
-    for event in worker._completion(port, row, prompt, tokens):
-        if event.get("tokens"):
-            first.seen(row)
+    setup = Setup(
+        target=str(resolve(options.model)),
+        draft=None,
+        modes=("plain",),
+        precision="gguf",
+        k=0,
+        max_batch=options.rows,
+        max_tokens_of_row=options.positions + options.tokens + ROOM,
+        threads=torch.get_num_threads(),
+        options={"cache_type": options.sides[0]},
+    )
+    run = LlamaCpp(setup).run("plain", [random_prompt(options.positions)] * options.rows, options.tokens, 0)
+    return {"prefill_s": run.prefill_s, "decoding_s": run.total_s - run.prefill_s}
 
 
 def main() -> None:
@@ -104,26 +89,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.child:
-        ours = options.sides[0] in ("auto", "int8")
-        print(json.dumps(run_paceline(options) if ours else run_llama(options)))
+        print(json.dumps(run_paceline(options) if options.sides[0] in OURS else run_llama(options)))
         return
     found: dict[str, list[dict[str, float]]] = {side: [] for side in options.sides}
-    sizes = [f"--{name}={getattr(options, name)}" for name in ("rows", "positions", "tokens")]
+    command = [sys.executable, "-m", "benchmarks.long_decoding", options.model, "--child"]
+    command += [f"--{name}={getattr(options, name)}" for name in ("rows", "positions", "tokens")]
     for _ in range(options.repeats):
         for side in options.sides:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.long_decoding",
-                options.model,
-                *sizes,
-                "--sides",
-                side,
-                "--child",
-            ]
-            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found[side].append(json.loads(child.stdout.splitlines()[-1]))
-            run = found[side][-1]
+            child = subprocess.run([*command, "--sides", side], stdout=subprocess.PIPE, text=True, check=True)
+            run = json.loads(child.stdout.splitlines()[-1])
+            found[side].append(run)
             speed = options.rows * (options.tokens - 1) / run["decoding_s"]
             print(f"{side:5} prompt {run['prefill_s']:7.1f} s   decoding {speed:6.1f} tokens/s", flush=True)
     what = {"model": options.model, "rows": options.rows, "positions": options.positions, "tokens": options.tokens}

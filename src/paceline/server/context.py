@@ -70,8 +70,9 @@ class RequestIds:
 class Context:
     """Everything that requests to one model share.
 
-    Slow work runs in four single threads, which keep the event loop responsive: request bodies, short and long texts
-    (``texts``), and long replies (``replies``).
+    Slow work runs in five single threads, which keep the event loop responsive: request bodies, short and long texts
+    (``texts``), long replies (``replies``), and replies that a subprocess reads by the model's response template
+    (``waiting_replies``).
 
     first: the context of the server's first model, whose ids, limits of keys and threads for bodies and replies its
     other models use. meter: of an earlier load of the model. others: names of the server's other models.
@@ -95,9 +96,11 @@ class Context:
         self.quotas: Quotas = Quotas(config.api_keys) if first is None else first.quotas
         self.bodies: WorkerThread = WorkerThread("bodies") if first is None else first.bodies
         self.replies: ReplyWriter = ReplyWriter() if first is None else first.replies
+        self.waiting_replies = ReplyWriter(waits=True)
         self.texts = TextWorker(config, self.service)
         self.dispatcher = Dispatcher(config, self.service, self.texts, self.new_id, self.quotas)
-        self._own = (self.texts,) if first is not None else (self.bodies, self.texts, self.replies)
+        shared = (self.bodies, self.replies) if first is None else ()
+        self._own = (self.texts, self.waiting_replies, *shared)
         self.created = int(time.time())
 
     @property

@@ -45,33 +45,38 @@ def typed_events(documents: Iterable[Mapping[str, Any]]) -> bytes:
 class ReplyWriter(WorkerThread):
     """Serializes short replies at once, and long ones in a thread.
 
+    waits: whether ``build`` may wait for a subprocess; short replies are then made in the thread, too.
     build: makes the documents. entries: their tokens and log-probabilities.
     """
 
-    def __init__(self) -> None:
-        super().__init__("replies")
+    def __init__(self, *, waits: bool = False) -> None:
+        super().__init__("waiting replies" if waits else "replies")
+        self._waits = waits
+
+    def _at_once(self, entries: int) -> bool:
+        return entries <= _SHORT_REPLY and not self._waits
 
     async def written(self, build: Callable[[], BaseModel], entries: int) -> bytes:
         """Serialize a reply."""
-        if entries <= _SHORT_REPLY:
+        if self._at_once(entries):
             return written(build())
         return await self.run(lambda: written_in_pieces(build()))
 
     async def events(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
         """Serialize documents as server-sent events."""
-        if entries <= _SHORT_REPLY:
+        if self._at_once(entries):
             return b"".join(event(written(document)) for document in build())
         return await self.run(lambda: b"".join(event(written_in_pieces(document)) for document in build()))
 
     async def lines(self, build: Callable[[], Sequence[BaseModel]], entries: int) -> bytes:
         """Serialize documents as lines of JSON."""
-        if entries <= _SHORT_REPLY:
+        if self._at_once(entries):
             return b"".join(written(document) + b"\n" for document in build())
         return await self.run(lambda: b"".join(written_in_pieces(document) + b"\n" for document in build()))
 
     async def typed_events(self, build: Callable[[], Iterable[Mapping[str, Any]]], entries: int) -> bytes:
         """Serialize documents as server-sent events named by their "type"."""
-        if entries <= _SHORT_REPLY:
+        if self._at_once(entries):
             return typed_events(build())
         return await self.run(lambda: typed_events(build()))
 

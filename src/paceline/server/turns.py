@@ -22,6 +22,7 @@ from paceline.server import errors
 from paceline.server.chat_protocol import ChatRequest
 from paceline.server.context import Context
 from paceline.server.delta import Delta, Update
+from paceline.server.documents import ReplyWriter
 from paceline.server.generation import Generation
 from paceline.server.protocol import TurnRequest
 from paceline.server.structures import AnswerForm, checked_params
@@ -103,6 +104,11 @@ class Turn:
         """Name of the model that answers: an adapter's, or the served model's."""
         return self.request.params.adapter or self.context.model_name
 
+    @property
+    def replies(self) -> ReplyWriter:
+        """What reads the answer and serializes the reply."""
+        return self.context.replies if self.prompt.format.responses is None else self.context.waiting_replies
+
     def generate(self) -> AbstractAsyncContextManager[Generation]:
         """Submit the request to the engine. Raises ApiError."""
         form = AnswerForm(self.prompt.structure, self.prompt, self.body.structure_field)
@@ -116,7 +122,7 @@ class Turn:
 
     async def events(self, update: Update, reader: AnswerReader, feed: EventWriter) -> bytes:
         """Serialize what an update adds to the answer as server-sent events. feed: makes the API's own events."""
-        return await self.context.replies.typed_events(
+        return await self.replies.typed_events(
             lambda: feed([event for delta in update.deltas for event in reader.feed(delta)]), update.entries
         )
 

@@ -46,7 +46,7 @@ class MessagesJob:
         async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], None)
-        return await self.turn.context.replies.written(lambda: self._whole(output), generation.made)
+        return await self.turn.replies.written(lambda: self._whole(output), generation.made)
 
     def _whole(self, output: RequestOutput) -> MessageReply:
         answer, reader = output.outputs[0], self.turn.reader()

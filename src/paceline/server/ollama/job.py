@@ -64,7 +64,7 @@ class OllamaJob:
         async with self.turn.generate() as generation:
             (output,) = await generation.finish()
         log_request(self.id, [output], None)
-        return await self.turn.context.replies.written(lambda: self._whole(output), self._entries(generation.made))
+        return await self.turn.replies.written(lambda: self._whole(output), self._entries(generation.made))
 
     def _entries(self, tokens: int) -> int:
         return tokens * (1 + (self.body.num_logprobs or 0))
@@ -77,7 +77,7 @@ class OllamaJob:
 
     async def stream(self) -> Events:
         """Yield lines of JSON as tokens are generated. Raises ApiError."""
-        reader, pieces, replies = self.turn.reader(), Pieces(), self.turn.context.replies
+        reader, pieces, replies = self.turn.reader(), Pieces(), self.turn.replies
         async with self.turn.generate() as generation:
             async for update in generation.updates():
                 yield await replies.lines(functools.partial(self._lines, update, reader, pieces), update.entries)

@@ -51,7 +51,7 @@ class ResponsesJob:
             (output,) = await generation.finish()
         log_request(self.id, [output], self.body.user)
         entries = generation.made * (1 + (self.body.num_logprobs or 0))
-        return await self.turn.context.replies.written(lambda: self._whole(output), entries)
+        return await self.turn.replies.written(lambda: self._whole(output), entries)
 
     def _spelled(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         return [entry.model_dump() for entry in chat_logprobs(self.turn.context.texts.spelling, entries).content]
@@ -72,7 +72,7 @@ class ResponsesJob:
             output = generation.outputs[0]
         log_request(self.id, [output], self.body.user)
         last = functools.partial(self._last_events, output, reader)
-        yield await self.turn.context.replies.typed_events(last, generation.made)
+        yield await self.turn.replies.typed_events(last, generation.made)
 
     def _last_events(self, output: RequestOutput, reader: AnswerReader) -> list[StreamEvent]:
         closed = self._stream.close(status_of(output.outputs[0]))
