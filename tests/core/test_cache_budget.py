@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from core.test_row_tables import taken
+from engine.test_ranking import LETTERS, Letters
 from engine.test_scheduler import step
 from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.cache_budget import CacheUsage
@@ -133,6 +134,37 @@ def test_a_row_gives_way_to_urgent_ones_that_began_after_it() -> None:
     assert [sequence.request_id for sequence in engine.scheduler.preempted] == [patient.request_id]
     finish(engine)
     assert urgent.finished
+
+
+def test_a_preempted_row_streams_on_ends_by_its_deadline_and_lets_urgent_requests_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of seven pages of 250 tokens: of five rows the last two are preempted when each needs a second page."""
+    monkeypatch.setattr(slot_allocator, "STRETCH", 16)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    engine, params = short_engine([LONGEST, 100]), SamplingParams(temperature=0, max_tokens=80)
+    streamed: dict[str, Any] = {"priority": 1, "make_stream": lambda _: Letters("")}
+    outputs = [add(engine, 170, params, seed, **streamed) for seed in range(5)]
+    while not engine.scheduler.preempted:
+        step(engine)
+    resumes, late = engine.scheduler.preempted
+    assert [resumes.request_id, late.request_id] == [output.request_id for output in outputs[3:]]
+    late.deadline = 0.0
+    urgent, patient = (add(engine, 5, seed=priority, priority=priority) for priority in (0, 1))
+    step(engine)
+    assert outputs[4].outputs[0].finish_reason == "deadline"
+    while not (urgent.finished or outputs[0].finished):
+        step(engine)
+    assert engine.scheduler.preempted == [resumes]
+    assert not patient.outputs[0].token_ids
+    finish(engine)
+    assert patient.finished
+    roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
+    expected = answers(run(roomy, [output.prompt_token_ids for output in outputs], [params] * 5))
+    for output, (whole,) in zip(outputs, expected, strict=True):
+        answer = output.outputs[0]
+        assert answer.token_ids == (whole if output is not outputs[4] else whole[: len(answer.token_ids)])
+        assert "".join(answer.pieces) == answer.text == "".join(LETTERS[token] for token in answer.token_ids) > ""
 
 
 @pytest.mark.parametrize("reads", [PooledStates, PromptScores])

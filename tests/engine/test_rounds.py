@@ -12,7 +12,6 @@ from batches import filled
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import RoundTiming, Verdict
-from paceline.core.outputs import Metrics
 from paceline.drafters import NoDrafter
 from paceline.engine.rounds.choice import RoundChoice
 from paceline.engine.rounds.loop import RoundLoop
@@ -62,7 +61,7 @@ def batch_of(rows: int, tokens: int = 16) -> Batch:
 
 def loop_of(choice: RoundChoice, batch: Batch) -> RoundLoop:
     """A loop whose steps return, for each finished round, its number of rows."""
-    running = [SimpleNamespace(output=SimpleNamespace(finished=False, metrics=Metrics())) for _ in range(batch.rows)]
+    running = [SimpleNamespace(stay=(row, 0)) for row in range(batch.rows)]
     process: Any = lambda _verdict, rows: [len(rows)]  # noqa: E731
     scheduler: Any = SimpleNamespace(batch=batch, running=running, in_flight=0, process_outputs=process)
     nothing: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Nodes
 from paceline.core.row_tables import GROWS
+from paceline.engine import slot_allocator
+from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
@@ -29,7 +32,7 @@ from paceline.models.load.adapters import AdaptedLinear, attach
 from paceline.models.load.loading import describe_source, load_model
 from paceline.models.native.model import NativeModel
 from paceline.models.torch.transformer import Transformer
-from toy import make_engine
+from toy import answers, make_engine, run
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -159,6 +162,25 @@ def test_bits_depend_on_no_other_row_and_no_division_into_passes(
         assert torch.equal(together[row * LENGTH : (row + 1) * LENGTH], alone[number]), row
     with native.kernel_threads(3):
         assert torch.equal(logits_of(model, 1), alone[1])
+
+
+@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+def test_preempted_rows_go_on_with_their_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows that become three pages long, in memory for four pages."""
+    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
+    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)  # rows begin that cannot grow beside others
+    kind, fields = NATIVE["llama"]
+    theirs = tiny(kind, fields | WIDE | {"tie_word_embeddings": False, "max_position_embeddings": 200})
+    model, prompts = on_kernels(theirs, adapters_of(tmp_path, theirs), "int8"), [[7, 8, 9, 7, 8]] * 4
+    params = [SamplingParams(temperature=0, max_tokens=120, adapter=name) for name in ("red", None, "blue", "red")]
+    engine = make_engine(model, drafter="ngram", max_model_len=200)
+    roomy = answers(run(engine, prompts, params))
+    assert len({str(answer) for answer in roomy}) == 3, "adapters change nothing"
+    engine.slots.room = replace(engine.room, limit=engine.room.bytes_for(200))
+    engine.slots.forget()  # it sets the slots' sizes
+    tight = run(engine, prompts, params)
+    assert answers(tight) == roomy
+    assert [output.outputs[0].metrics.preempted > 0 for output in tight] == [False, True, True, True]
 
 
 def test_a_tree_has_the_bits_of_its_chains(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Scheduler:
     slots: gives each sequence its slot.
     chunks: decides what is prefilled next.
     prefilling: sequences in prefill, in the order in which they began. running: the live rows, in their order.
-    preempted: sequences that had a slot and gave way, in the order in which they get one again, before those that wait.
+    preempted: sequences that had a slot and gave way, in the order in which they get one again (``_resumes``).
     in_flight: upper bound of tokens that a row has gained on the device, but not yet on the host.
     final, watched: see ``Engine.expect``.
     answers: lengths of recent answers.
@@ -91,7 +91,7 @@ class Scheduler:
         ended = self.overdue(time.monotonic())
         self._reserve()
         while (limit := self.admissible) > 0:
-            ended += self._begin([self.preempted.pop(0)] if self.preempted else self.waiting.turn(limit))
+            ended += self._begin([self.preempted.pop(0)] if self._resumes else self.waiting.turn(limit))
         if not self.prefilling:
             return ended
         ended += self._join()
@@ -102,10 +102,17 @@ class Scheduler:
 
     @property
     def admissible(self) -> int:
-        """Number of samples of the next request that there are free slots and memory for."""
-        if not (self.preempted or self.waiting):
-            return 0
-        return self.slots.num_free_for(self.preempted[0] if self.preempted else self.waiting.first)
+        """Number of samples of the next request that may begin now."""
+        if self._resumes:
+            return self.slots.num_free_for(self.preempted[0])
+        return self.slots.num_free_for(self.waiting.first) if self.waiting else 0
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether a preempted sequence is the next to get a slot: before those that wait, but for more urgent ones."""
+        if not (self.preempted and self.waiting):
+            return bool(self.preempted)
+        return self.preempted[0].priority <= self.waiting.first.priority
 
     def describe(self) -> str:
         """Say how often sequences gave way; empty if none has."""

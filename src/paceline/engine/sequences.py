@@ -35,7 +35,7 @@ class TextStream(Protocol):
     def finish(self) -> str: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One sample in the making: its tokens are ``prompt`` and ``output.token_ids``.
 
@@ -91,6 +91,11 @@ class Sequence:
     def prefilled(self) -> int:
         """Tokens of ``prefill_text`` in the caches of all models that read it."""
         return min(self.num_computed) if self.read_by_draft else self.num_computed[0]
+
+    @property
+    def stay(self) -> tuple[Sequence, int]:
+        """Key of its time in a slot: it differs after a preemption, even if the slot is the same."""
+        return self, self.output.metrics.preempted
 
     def note_cached(self, tokens: int) -> None:
         """Count prompt tokens that need not be read. After a preemption they are no longer the request's saving."""

@@ -63,8 +63,8 @@ class GraphPlace:
     def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.program, self._parts, self._scheduler = program, parts, scheduler
         self.why_not = partial(why_no_graph_now, parts, program.width)
-        # Of the last round with draft tokens, and how often each had given way; empty after a pause
-        self._drafted: list[tuple[LiveSequence, int]] = []
+        # ``Sequence.stay`` of the rows in the last round with draft tokens; empty after a pause
+        self._drafted: set[tuple[LiveSequence, int]] = set()
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
 
@@ -97,7 +97,7 @@ class GraphPlace:
         return GraphTicket(record, k, self.program.width, features, mixes=self.program.mixes and k > 0)
 
     def pause(self) -> None:
-        self._drafted = []
+        self._drafted = set()
 
     def _missing_tokens(self, batch: Batch, k: int) -> int:
         """Upper bound, over all rows, of tokens missing in the draft model's cache; it grows in rounds with k = 0.
@@ -109,16 +109,15 @@ class GraphPlace:
         if k == 0 or not decoders:
             self._plain_rounds += 1
             return 0
-        running = [(sequence, sequence.output.metrics.preempted) for sequence in self._scheduler.running]
-        counted = {(id(sequence), preempted) for sequence, preempted in self._drafted}
+        running = self._scheduler.running
         missing = self._missing_after_draft + self._plain_rounds
-        others = [sequence for sequence, preempted in running if (id(sequence), preempted) not in counted]
+        others = [sequence for sequence in running if sequence.stay not in self._drafted]
         if others:
             known = [batch.length_of(sequence.slot) - min(sequence.num_computed[1:]) for sequence in others]
             missing = max(missing, max(known) + min(self._plain_rounds, self._scheduler.in_flight))
         if others and missing > _MOST_COUNTED:
             missing = max(max(decoder.missing_tokens(batch)) for decoder in decoders)
-        self._drafted, self._plain_rounds = running, 0
+        self._drafted, self._plain_rounds = {sequence.stay for sequence in running}, 0
         self._missing_after_draft = self.program.missing_after(k)
         return missing
 

@@ -24,15 +24,13 @@ from paceline.engine.sequences import Sequence
 class _LaunchedRound:
     """A round that has not been finished.
 
-    sequences: those of the decoding rows at its launch. preempted: how often each had given way until then.
-    began: seconds of time.perf_counter.
+    stays: ``Sequence.stay`` of each decoding row at its launch. began: seconds of time.perf_counter.
     """
 
     ticket: RoundTicket
     place: RoundPlace
     plan: SpeculationPlan
-    sequences: list[Sequence]
-    preempted: list[int]
+    stays: list[tuple[Sequence, int]]
     began: float
 
 
@@ -96,9 +94,8 @@ class RoundLoop:
         batch, began = self._batch, time.perf_counter()
         plan = self._parts.policy.choose(batch).within(batch)  # never beyond a row's last token: it needs no draft
         ticket = place.run(batch, plan)
-        running = self._scheduler.running
-        preempted = [sequence.output.metrics.preempted for sequence in running]
-        self._launched.append(_LaunchedRound(ticket, place, plan, running, preempted, began))
+        stays = [sequence.stay for sequence in self._scheduler.running]
+        self._launched.append(_LaunchedRound(ticket, place, plan, stays, began))
         if place.lag:
             self._count_in_flight()
 
@@ -126,13 +123,8 @@ class RoundLoop:
     def _of_present_rows(self, verdict: Verdict, launched: _LaunchedRound) -> tuple[Verdict, list[int]]:
         """Return a round's result in the present order of rows, and the rows that have been in it.
 
-        A sequence that gave way since the launch begins anew from the text that the host knew then.
+        A sequence that was preempted since the launch begins anew from the text that the host knew then.
         """
-        launches = enumerate(zip(launched.sequences, launched.preempted, strict=True))
-        lines = {
-            id(sequence): line
-            for line, (sequence, preempted) in launches
-            if not sequence.output.finished and sequence.output.metrics.preempted == preempted
-        }
-        order = [lines.get(id(sequence)) for sequence in self._scheduler.running]
+        lines = {stay: line for line, stay in enumerate(launched.stays)}
+        order = [lines.get(sequence.stay) for sequence in self._scheduler.running]
         return verdict.of_rows(order), [row for row, line in enumerate(order) if line is not None]
