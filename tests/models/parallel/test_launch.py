@@ -23,7 +23,7 @@ from paceline import LLM
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
 from paceline.models.description.shards import ModelShard
-from paceline.models.parallel import group, launch
+from paceline.models.parallel import group, launch, native
 from polling import wait_until
 from served import Served
 
@@ -67,7 +67,6 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
     expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(60), use_tqdm=False)
     with shared(path, **options) as llm:
         assert described in llm.engine.describe()
-        assert not list(Path("/dev/shm").glob("paceline-ranks-*"))
         assert texts(llm.generate(prompts(4), params(60), use_tqdm=False)) == texts(expected)
         (rank,) = ranks_of()
         listening = [each for each in rank.net_connections() if each.status == psutil.CONN_LISTEN]
@@ -106,9 +105,14 @@ def test_ranks_end_with_their_last_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [IN_TORCH, ON_KERNELS], ids=["torch", "int8"])
+def test_a_rank_that_does_not_answer_times_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
     monkeypatch.setattr(group, "PATIENCE", timedelta(seconds=3))
-    with shared(write(toy("llama"), tmp_path)) as llm:
+    monkeypatch.setattr(native, "PATIENCE", timedelta(seconds=3))
+    with shared(write(toy("llama"), tmp_path), **options) as llm:
         (rank,) = ranks_of()
         rank.suspend()
         with pytest.raises(RankError, match=r"a forward pass failed.*make a new LLM"):
@@ -151,9 +155,13 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_all_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
-    script = """
-        llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
+@pytest.mark.parametrize("options", [IN_TORCH, ON_KERNELS], ids=["torch", "int8"])
+def test_all_ranks_end_when_rank_0_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
+    script = f"""
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS | {options})
         print("ready", flush=True)
         while True:
             llm.generate(prompts(4), params(200), use_tqdm=False)

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ class Settings:
         whole = open_checkpoint(Path(self.path))
         assert whole is not None, "check_shardable refuses other families"
         assert self.quantization != "fp8", "_runs_on_kernels refuses it"
-        return kind(whole, share, open_exchange(Path(self.exchange)), self.torch_dtype, self.quantization)
+        return kind(whole, share, open_exchange(self.exchange), self.torch_dtype, self.quantization)
 
     def check(self, ranks: int) -> None:
         """Raise ParameterError if this machine does not have a device for each of the ranks."""
@@ -234,17 +234,14 @@ def lead(
     settings.check(share.ranks)
     spec = description_of(path)
     assert spec is not None, "check_shardable refuses other families"
-    exchange = new_exchange(spec, share.ranks) if _runs_on_kernels(spec, str(path), options) else None
-    settings = replace(settings, exchange=None if exchange is None else str(exchange))
-    processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
-    try:
-        return _lead(processes, share, settings, launched)
-    except BaseException:
-        processes.end(None, orderly=False)
-        raise
-    finally:
-        if exchange is not None:
-            exchange.unlink()  # all ranks have mapped it
+    on_kernels = _runs_on_kernels(spec, str(path), options)
+    with new_exchange(spec, share.ranks) if on_kernels else nullcontext() as exchange:
+        processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
+        try:
+            return _lead(processes, share, replace(settings, exchange=exchange), launched)
+        except BaseException:
+            processes.end(None, orderly=False)
+            raise
 
 
 def on_one_machine() -> bool:
