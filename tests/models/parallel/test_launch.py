@@ -15,14 +15,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch import distributed as dist
 
 from models.parallel import ranks
 from models.parallel.ranks import POSITIONS, WIDER, NoProcesses, params, prompts, toy, write
 from paceline import LLM
+from paceline.core.cpus import Node
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
 from paceline.models.description.shards import ModelShard
+from paceline.models.load.prepare import ModelOptions
 from paceline.models.parallel import group, launch, native
 from polling import wait_until
 from served import Served
@@ -80,6 +83,21 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
         assert time.monotonic() - killed < SECONDS
         with pytest.raises(RankError, match="rank 1 of 2 has ended"):
             llm.generate([1, 2], use_tqdm=False)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 2), (torch.float32, 0)])
+def test_only_ranks_on_the_kernels_are_placed_on_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+) -> None:
+    """Ranks in torch may be on another machine, which does not have these CPUs."""
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
+    monkeypatch.setattr(launch, "Spawned", lambda _ranks: NoProcesses())
+    monkeypatch.setattr(launch, "_lead", lambda _processes, _share, settings, _launched: settings)
+    options = ModelOptions(dtype, torch.device("cpu"))
+    nodes = [(Node(0, (rank,)),) for rank in range(2)]
+    settings: Any = launch.lead(write(toy("llama"), tmp_path), ModelShard(0, 2), options, 1, nodes)
+    assert len(settings.nodes) == count
+    assert (settings.exchange is None) == (count == 0)
 
 
 def test_a_ranks_start_up_error_is_reported() -> None:
