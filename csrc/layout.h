@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "91bc696285330ee6";
+constexpr const char* kInterface = "3c9f884114e401f8";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, order), offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights),
@@ -53,7 +53,7 @@ constexpr int32_t kLayout[] = {
   offsetof(TokenInputs, norm), offsetof(TokenInputs, project), offsetof(TokenInputs, project_scale),
   offsetof(TokenInputs, sum_scale), offsetof(TokenInputs, table), offsetof(TokenInputs, table_scale),
   offsetof(TokenInputs, width), sizeof(Ranks), offsetof(Ranks, count), offsetof(Ranks, floats), offsetof(Ranks, hidden),
-  offsetof(Ranks, memory), offsetof(Ranks, rank), offsetof(Ranks, tokens), sizeof(ModelSpec),
+  offsetof(Ranks, memory), offsetof(Ranks, patience), offsetof(Ranks, rank), offsetof(Ranks, tokens), sizeof(ModelSpec),
   offsetof(ModelSpec, adapters), offsetof(ModelSpec, centred), offsetof(ModelSpec, embed_scale),
   offsetof(ModelSpec, embedding), offsetof(ModelSpec, embedding_norm), offsetof(ModelSpec, epsilon),
   offsetof(ModelSpec, final_norm), offsetof(ModelSpec, fusion), offsetof(ModelSpec, head), offsetof(ModelSpec, inputs),

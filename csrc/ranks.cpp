@@ -13,7 +13,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSpins = 2000;
 constexpr auto kBeforeSleep = std::chrono::milliseconds(2);
-constexpr auto kPatience = std::chrono::seconds(60);  // for a rank that lives but does not answer; Python notices a dead one
 
 void copy_columns(const float* from, size_t from_stride, float* to, size_t to_stride, Range rows, size_t columns) {
   for (int i = rows.first; i < rows.last; ++i) {
@@ -23,8 +22,8 @@ void copy_columns(const float* from, size_t from_stride, float* to, size_t to_st
 
 }  // namespace
 
-// Two parts of each rank: one is written while others may still read the one before. Nobody reads an older one, because a
-// rank writes part n only after all others have published n - 1, and so have read n - 2.
+// Where a rank writes a part. There are two places: other ranks may still read part n - 1 while part n is written. They have
+// read part n - 2, which it overwrites, because a rank begins part n only after all others have published n - 1.
 float* Exchange::numbers(int rank, uint32_t part) const {
   const size_t place = static_cast<size_t>(2 * rank) + part % 2;
   return reinterpret_cast<float*>(ranks_.memory + kLine * static_cast<size_t>(1 + ranks_.count)) + place * static_cast<size_t>(ranks_.floats);
@@ -50,7 +49,7 @@ void Exchange::wait_for(int rank, uint32_t part) const {
       std::this_thread::yield();
       continue;
     }
-    if (waited > kPatience) end().store(1);
+    if (waited > std::chrono::duration<float>(ranks_.patience)) end().store(1);
     other.sleepers.fetch_add(1);
     const uint32_t seen = other.part.load();
     if (static_cast<int32_t>(seen - part) < 0) sleep_beside_ranks(other.part, seen);

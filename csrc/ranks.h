@@ -16,9 +16,10 @@ namespace paceline {
 struct Ranks {
   int32_t rank, count;
   const int32_t* hidden;  // [count + 1]: rank i computes the columns hidden[i] .. hidden[i + 1] - 1 of the hidden states
-  const int32_t* tokens;  // [count + 1]: and these logits, whose numbers are multiples of kPanel except the last
-  uint8_t* memory;        // which all ranks map, at first zeros: exchange_bytes of them
-  int64_t floats;         // numbers of a rank that fit into it at once; at least one row's
+  const int32_t* tokens;  // [count + 1]: and these logits; all edges but the last are multiples of kPanel
+  uint8_t* memory;        // [exchange_bytes], mapped by all ranks, at first zeros
+  int64_t floats;         // that a rank writes before others read them; at least one row's
+  float patience;         // seconds to wait for another rank in a pass; Python notices one that has died before that
 };
 
 constexpr size_t kLine = 64;

@@ -98,7 +98,7 @@ POSIX = {
     ),
     r"mmap\.(MAP_|MADV_)": ("core/row_tables.py",),
     r"socket\.(AF_UNIX|TCP_USER_TIMEOUT)": ("server/sockets.py",),
-    r"/proc/": ("core/cgroups.py", "core/hardware.py", "models/text/limited_program.py"),
+    r"/proc/": ("core/cgroups.py", "core/hardware.py", "models/parallel/native.py", "models/text/limited_program.py"),
 }
 
 

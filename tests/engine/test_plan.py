@@ -15,6 +15,7 @@ from paceline.engine.plan import plan_engine
 from paceline.kernels import native
 from paceline.models.load.prepare import ModelOptions, load
 from paceline.models.native.model import NativeModel
+from quantised_support import gptq, write
 
 CPU = torch.device("cpu")
 MEMORY = 40 << 20
@@ -53,6 +54,17 @@ def test_a_plan_has_the_numbers_of_the_engine(files: Path, options: dict[str, An
         of_dtype = EngineConfig(**options | {"kv_cache_dtype": each.kv_cache_dtype}).resolved(draft_model=False)
         assert each.row_bytes == row_bytes(model, None, of_dtype, each.tokens)
     assert [each.tokens for each in planned.caches if each.kv_cache_dtype == "int8"] == [512, 4096, 6000]
+
+
+@needs_kernels
+def test_orders_of_inputs_count(tmp_path: Path) -> None:
+    sizes = _SIZES | {"intermediate_size": 96}
+    write(tmp_path, tiny("qwen2", sizes), gptq(4, 32, symmetric=True, ordered=True))
+    model = load(tmp_path, ModelOptions(torch.bfloat16, CPU, quantization="int4"))
+    assert isinstance(model, NativeModel)
+    assert model.ordered
+    planned = plan_engine(tmp_path, EngineConfig(device="cpu", quantization="int4"), MEMORY)
+    assert planned.weights == model.weight_bytes()
 
 
 def test_int8_about_doubles_the_rows_that_fit(files: Path) -> None:

@@ -61,7 +61,15 @@ def test_more_threads_than_cpus_are_a_warning(
         engine_threads(EngineConfig(threads=2), ToyModel(), ())
         assert caplog.text == ""
         engine_threads(EngineConfig(threads=64), ToyModel(), ())
-    assert "threads=64, but this process may use 2 CPUs" in caplog.text
+        engine_threads(EngineConfig(threads=2, tensor_parallel=2), ToyModel(), ())
+        assert "threads=64, but this process may use 2 CPUs" in caplog.text
+        assert "threads=2 in each of 2 ranks, but this process may use 2 CPUs" in caplog.text
+        caplog.clear()
+        launcher = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        engine_threads(EngineConfig(threads=2, tensor_parallel=2), ToyModel(), ())
+        assert caplog.text == "", "the other rank is on another machine"
 
 
 def test_auto_is_all_nodes_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:

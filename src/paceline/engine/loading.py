@@ -86,11 +86,13 @@ def load_target(
         return _load_adapted(source, config, stages, adapters)
     if config.tensor_parallel == 1:
         return _load(source, config, stages)
-    from paceline.models.parallel.launch import lead, on_one_machine
+    from paceline.models.parallel.launch import lead, ranks_here
 
     device, share = resolve_device(config.device), ModelShard(0, config.tensor_parallel)
-    threads = config.threads or threads_per_rank(share.ranks)
-    dtype = load_dtype(config, lambda: on_one_machine() and would_run_natively(source, device, config.attention))
+    here = ranks_here(share.ranks)
+    threads = config.threads or threads_per_rank(here)
+    one_machine = here == share.ranks
+    dtype = load_dtype(config, lambda: one_machine and would_run_natively(source, device, config.attention))
     options = ModelOptions(dtype, device, config.attention, config.quantization)
     nodes = [nodes_of_rank(config, rank) for rank in range(share.ranks)]
     stages.begin(f"reading {name_of(source)} in {share.ranks} processes")

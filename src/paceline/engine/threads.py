@@ -32,23 +32,33 @@ def engine_threads(config: EngineConfig, target: AnyModel, nodes: tuple[cpus.Nod
 
     Warns if that is more than the process may use.
     """
+    ranks = _ranks_here(config.tensor_parallel)
     if config.threads is not None:
         usable = len(cpus.usable_cpus())
-        if config.threads > usable:
+        if config.threads * ranks > usable:
             log.warning(
-                "threads=%d, but this process may use %d CPUs: threads then wait for others that do not run. Lower "
+                "threads=%d%s, but this process may use %d CPUs: threads then wait for others that do not run. Lower "
                 "threads, or leave it out",
                 config.threads,
+                f" in each of {ranks} ranks" if ranks > 1 else "",
                 usable,
             )
         return config.threads
-    most = threads_per_rank(config.tensor_parallel)
+    most = threads_per_rank(ranks)
     if most <= _MEASURED_ABOVE or not isinstance(target, NativeModel):
         return most
     candidates = [most]
     while candidates[-1] // 2 >= _MEASURED_ABOVE:
         candidates.append(candidates[-1] // 2)
     return fewest_threads({threads: pass_seconds(target, threads, nodes) for threads in candidates})
+
+
+def _ranks_here(ranks: int) -> int:
+    if ranks == 1:
+        return 1
+    from paceline.models.parallel.launch import ranks_here  # torch.distributed is slow to import
+
+    return ranks_here(ranks)
 
 
 def fewest_threads(seconds: dict[int, float]) -> int:

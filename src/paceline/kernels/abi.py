@@ -242,7 +242,7 @@ class CRanks(Structure):
 
     _fields_ = (
         ("rank", c_int32), ("count", c_int32), ("hidden", c_void_p), ("tokens", c_void_p), ("memory", c_void_p),
-        ("floats", c_int64),
+        ("floats", c_int64), ("patience", c_float),
     )
 
 
@@ -460,4 +460,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "91bc696285330ee6"
+INTERFACE = "3c9f884114e401f8"

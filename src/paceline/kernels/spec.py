@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -339,7 +340,8 @@ class Division:
     Rank i computes columns edges[i] to edges[i + 1] - 1. rank: the one whose weights a spec has.
     hidden: of the hidden states. tokens: of the logits, from multiples of 32 on; every rank has the whole output head.
     attended, activated: of what the second matrices of attention and of the MLP read, layer by layer.
-    memory: uint8, which all ranks map and which begins with zeros; ``native.exchange_bytes``.
+    memory: uint8 [``native.exchange_bytes``], mapped by all ranks, at first zeros.
+    patience: seconds to wait for another rank within a pass.
     """
 
     rank: int
@@ -348,6 +350,7 @@ class Division:
     attended: tuple[tuple[int, ...], ...]
     activated: tuple[tuple[int, ...], ...]
     memory: Tensor
+    patience: float = math.inf
 
     @property
     def ranks(self) -> int:

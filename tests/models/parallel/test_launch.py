@@ -15,15 +15,18 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch import distributed as dist
 
 from models.parallel import ranks
 from models.parallel.ranks import POSITIONS, WIDER, NoProcesses, params, prompts, toy, write
 from paceline import LLM
+from paceline.core.cpus import Node
 from paceline.core.outputs import RequestOutput
 from paceline.errors import RankError
 from paceline.models.description.shards import ModelShard
-from paceline.models.parallel import group, launch
+from paceline.models.load.prepare import ModelOptions
+from paceline.models.parallel import group, launch, native
 from polling import wait_until
 from served import Served
 
@@ -67,7 +70,6 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
     expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(60), use_tqdm=False)
     with shared(path, **options) as llm:
         assert described in llm.engine.describe()
-        assert not list(Path("/dev/shm").glob("paceline-ranks-*"))
         assert texts(llm.generate(prompts(4), params(60), use_tqdm=False)) == texts(expected)
         (rank,) = ranks_of()
         listening = [each for each in rank.net_connections() if each.status == psutil.CONN_LISTEN]
@@ -81,6 +83,21 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
         assert time.monotonic() - killed < SECONDS
         with pytest.raises(RankError, match="rank 1 of 2 has ended"):
             llm.generate([1, 2], use_tqdm=False)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 2), (torch.float32, 0)])
+def test_only_ranks_on_the_kernels_are_placed_on_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+) -> None:
+    """Ranks in torch may be on another machine, which does not have these CPUs."""
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
+    monkeypatch.setattr(launch, "Spawned", lambda _ranks: NoProcesses())
+    monkeypatch.setattr(launch, "_lead", lambda _processes, _share, settings, _launched: settings)
+    options = ModelOptions(dtype, torch.device("cpu"))
+    nodes = [(Node(0, (rank,)),) for rank in range(2)]
+    settings: Any = launch.lead(write(toy("llama"), tmp_path), ModelShard(0, 2), options, 1, nodes)
+    assert len(settings.nodes) == count
+    assert (settings.exchange is None) == (count == 0)
 
 
 def test_a_ranks_start_up_error_is_reported() -> None:
@@ -106,9 +123,14 @@ def test_ranks_end_with_their_last_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [IN_TORCH, ON_KERNELS], ids=["torch", "int8"])
+def test_a_rank_that_does_not_answer_times_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
     monkeypatch.setattr(group, "PATIENCE", timedelta(seconds=3))
-    with shared(write(toy("llama"), tmp_path)) as llm:
+    monkeypatch.setattr(native, "PATIENCE", timedelta(seconds=3))
+    with shared(write(toy("llama"), tmp_path), **options) as llm:
         (rank,) = ranks_of()
         rank.suspend()
         with pytest.raises(RankError, match=r"a forward pass failed.*make a new LLM"):
@@ -151,9 +173,13 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_all_ranks_end_when_rank_0_is_killed(tmp_path: Path) -> None:
-    script = """
-        llm = LLM(PATH, tensor_parallel=2, **OPTIONS)
+@pytest.mark.parametrize("options", [IN_TORCH, ON_KERNELS], ids=["torch", "int8"])
+def test_all_ranks_end_when_rank_0_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
+    script = f"""
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS | {options})
         print("ready", flush=True)
         while True:
             llm.generate(prompts(4), params(200), use_tqdm=False)

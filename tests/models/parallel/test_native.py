@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from models.parallel import ranks
 from models.parallel.ranks import WIDER, native_in_threads, params, prompts, toy, write
 from paceline.core.nodes import Nodes
-from paceline.errors import ParameterError
+from paceline.errors import ParameterError, RankError
 from paceline.kernels import native
 from paceline.lengths import FixedLength
 from paceline.models.base import cache_of
@@ -19,6 +22,8 @@ from paceline.models.description.shards import ModelShard
 from paceline.models.load.loading import description_of, open_checkpoint
 from paceline.models.native.division import division_of
 from paceline.models.native.model import NativeModel, Quantization
+from paceline.models.parallel import native as parallel
+from paceline.models.parallel.follower import NativeFollower
 from paceline.models.parallel.plan import Op
 from toy import SHAPES, ScriptedTrees, always, answers, make_engine, run, truth_of
 
@@ -91,6 +96,40 @@ def test_answers_are_those_of_one_process(tmp_path: Path, trees: bool) -> None:
         found = run(engine, prompts(4), each)
     assert answers(found) == answers(expected)
     assert any(answer.metrics.accepted > 3 for output in found for answer in output.candidates)
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_rank_that_runs_no_pass_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(NativeFollower, "forward", lambda *_: None)
+    tokens = torch.arange(5)
+    with native_in_threads(write(toy("llama"), tmp_path), "int8") as part:
+        cache = part.new_cache(1, 32)
+        for _ in range(2):
+            with pytest.raises(RankError, match=r"did not answer for 0.2 seconds.*make a new LLM"):
+                part.fill(Nodes(tokens, torch.zeros_like(tokens), tokens), cache)
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_exchange_is_shared_has_no_name_and_says_when_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No name: nothing is left in memory if rank 0 is killed while the ranks load."""
+    spec = description_of(write(toy("llama"), tmp_path))
+    assert spec is not None
+    before = set(parallel._MEMORY.iterdir())
+    with parallel.new_exchange(spec, 2) as path:
+        one, other = (parallel.open_exchange(path) for _ in range(2))
+        assert set(parallel._MEMORY.iterdir()) <= before
+    one[5] = 7
+    assert other.tolist() == [0, 0, 0, 0, 0, 7, *[0] * (len(other) - 6)]
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RankError, match=r"2 ranks exchange .* MiB .*No space left.*free some, or enlarge /dev/shm"):
+        parallel.new_exchange(spec, 2).__enter__()
 
 
 def test_more_ranks_than_panels_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,13 @@ from paceline.kernels import native
 from paceline.kernels.pack import INT4_GROUP
 from paceline.kernels.spec import LinearWeights
 from paceline.models.base import AnyModel
+from paceline.models.description.checkpoint import Checkpoint
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weights import shapes
 from paceline.models.files.boundary import ResolvedSource, name_of, reads_model
 from paceline.models.load.loading import open_checkpoint
 from paceline.models.load.prepare import HEAD_FORMATS, ModelOptions
+from paceline.models.native.matrices import are_ordered
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import obstacle_of, spec_of
 from paceline.models.torch.linear import LinearFactory, dense
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
 class PlannedNative(NativeModel):
     """A model of the CPU kernels without its weights: it cannot run."""
 
-    def __init__(self, spec: DecoderSpec, name: str, quantization: Quantization | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, quantization: Quantization | None) -> None:
         self.kernels = native.required().name
-        self._take_sizes(spec_of(spec, shapes(spec)), name, quantization)
+        spec = spec_of(checkpoint.spec, shapes(checkpoint.spec))
+        spec = replace(spec, ordered=are_ordered(checkpoint.placements))
+        self._take_sizes(spec, checkpoint.name, quantization)
 
 
 class PlannedTransformer(Transformer):
@@ -65,7 +70,7 @@ def planned_model(source: ResolvedSource, options: ModelOptions) -> AnyModel:
         raise ModelFormatError(f"{name_of(source)} runs through transformers' own code, whose memory cannot be planned")
     spec, name = checkpoint.spec, checkpoint.name
     if options.suit_kernels and options.quantization != "fp8" and obstacle_of(spec) is None:
-        return PlannedNative(spec, name, options.quantization)
+        return PlannedNative(checkpoint, options.quantization)
     if options.quantization is None:
         return PlannedTransformer(spec, name, options.dtype, options.device)
     from paceline.kernels.gpu.linear import Linears

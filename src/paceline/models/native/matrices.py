@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,11 +53,16 @@ class ExactTensor(Protocol):
 
 
 @runtime_checkable
-class OrderedTensor(Protocol):
+class HasInputOrder(Protocol):
     """A stored tensor whose codes of 4 bits may have inputs in an order."""
 
     @property
     def ordered(self) -> bool: ...
+
+
+def are_ordered(parts: Iterable[Placement]) -> bool:
+    """Return whether codes of 4 bits of any of these tensors may have inputs in an order."""
+    return any(part.stored.ordered for part in parts if isinstance(part.stored, HasInputOrder))
 
 
 @dataclass
@@ -100,7 +105,7 @@ class StoredMatrix:
     @property
     def ordered(self) -> bool:
         """See ``ReadMatrix``."""
-        return any(part.stored.ordered for part in self.parts if isinstance(part.stored, OrderedTensor))
+        return are_ordered(self.parts)
 
     def of_expert(self, expert: int) -> Self:
         """Return the matrix of one expert, of those that this one has side by side."""

@@ -157,8 +157,8 @@ def _divide(division: Division | None, model: abi.CModelSpec) -> object:
     hidden, tokens, *of_layers = map(addressof, kept)
     for index, into in enumerate(model.layers[: model.layer_count]):
         into.attended, into.activated = of_layers[index], of_layers[model.layer_count + index]
-    memory, floats = division.memory.data_ptr(), division.numbers_at_once
-    model.ranks = pointer(abi.CRanks(division.rank, division.ranks, hidden, tokens, memory, floats))
+    exchange = division.memory.data_ptr(), division.numbers_at_once, division.patience
+    model.ranks = pointer(abi.CRanks(division.rank, division.ranks, hidden, tokens, *exchange))
     return kept, division.memory
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ Native = TypeVar("Native", bound=NativePart)
 class Settings:
     """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank.
 
-    quantization: of the CPU kernels. nodes: the NUMA nodes of each rank; empty: the system places them.
+    quantization: of the CPU kernels. nodes: the NUMA nodes of each rank on them; empty: the system places it.
     exchange: the file in which parts on the CPU kernels exchange activations; None: torch runs the parts.
     """
 
@@ -82,7 +82,7 @@ class Settings:
         whole = open_checkpoint(Path(self.path))
         assert whole is not None, "check_shardable refuses other families"
         assert self.quantization != "fp8", "_runs_on_kernels refuses it"
-        return kind(whole, share, open_exchange(Path(self.exchange)), self.torch_dtype, self.quantization)
+        return kind(whole, share, open_exchange(self.exchange), self.torch_dtype, self.quantization)
 
     def check(self, ranks: int) -> None:
         """Raise ParameterError if this machine does not have a device for each of the ranks."""
@@ -223,39 +223,36 @@ def lead(
     """
     launched = check_launched(share.ranks) is not None
     path = check_shardable(source, share)
+    spec = description_of(path)
+    assert spec is not None, "check_shardable refuses other families"
+    on_kernels = _runs_on_kernels(spec, str(path), options, share.ranks)
     settings = Settings(
         str(path.absolute()),
         str(options.dtype).removeprefix("torch."),
         str(options.device),
         threads,
         options.quantization,
-        [[(node.number, node.cpus) for node in of_rank] for of_rank in nodes],
+        [[(node.number, node.cpus) for node in of_rank] for of_rank in nodes] if on_kernels else (),
     )
     settings.check(share.ranks)
-    spec = description_of(path)
-    assert spec is not None, "check_shardable refuses other families"
-    exchange = new_exchange(spec, share.ranks) if _runs_on_kernels(spec, str(path), options) else None
-    settings = replace(settings, exchange=None if exchange is None else str(exchange))
-    processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
-    try:
-        return _lead(processes, share, settings, launched)
-    except BaseException:
-        processes.end(None, orderly=False)
-        raise
-    finally:
-        if exchange is not None:
-            exchange.unlink()  # all ranks have mapped it
+    with new_exchange(spec, share.ranks) if on_kernels else nullcontext() as exchange:
+        processes = Launched(_launchers_store()) if launched else Spawned(share.ranks)
+        try:
+            return _lead(processes, share, replace(settings, exchange=exchange), launched)
+        except BaseException:
+            processes.end(None, orderly=False)
+            raise
 
 
-def on_one_machine() -> bool:
-    """Whether all ranks are on this machine."""
-    return launched_share() is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+def ranks_here(ranks: int) -> int:
+    """Number of the model's ranks that run on this machine."""
+    return ranks if launched_share() is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _runs_on_kernels(spec: DecoderSpec, name: str, options: ModelOptions) -> bool:
+def _runs_on_kernels(spec: DecoderSpec, name: str, options: ModelOptions, ranks: int) -> bool:
     """Whether the CPU kernels run the ranks' parts. Raises ParameterError if they were asked for and do not."""
     reason = why_not_on_kernels(spec, name, options)
-    if reason is None and not on_one_machine():
+    if reason is None and ranks_here(ranks) < ranks:
         reason = "ranks on the CPU kernels exchange activations in the memory of one machine"
     if reason is not None and options.quantization is not None:
         raise ParameterError("quantization", options.quantization, f"None with several ranks here: {reason}")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from ctypes import c_int64
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryFile
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from paceline.models.native.division import division_of, part_of
 from paceline.models.native.matrices import Outcome, unread_spec
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import check_reference
-from paceline.models.parallel.group import Ranks
+from paceline.models.parallel.group import PATIENCE, Ranks
 from paceline.models.parallel.leading import CacheShape, Leading, MirroredCache, RankProcesses
 from paceline.models.parallel.plan import Op, Step
 
@@ -37,27 +39,33 @@ _MEMORY = Path("/dev/shm")  # Linux's file system in memory
 _END = 0  # byte of the exchange that ends it
 
 
-def new_exchange(spec: DecoderSpec, ranks: int) -> Path:
-    """Make the file in which the ranks of a model exchange activations. Raises RankError without memory for it."""
-    division = division_of(spec, ModelShard(0, ranks))
-    nbytes = native.exchange_bytes(native.required(), division)
-    descriptor, name = tempfile.mkstemp(prefix="paceline-ranks-", dir=_MEMORY if _MEMORY.is_dir() else None)
-    try:
-        if hasattr(os, "posix_fallocate"):  # memory that is missing later would end the process
-            os.posix_fallocate(descriptor, 0, nbytes)
-        else:
-            os.truncate(descriptor, nbytes)
-    except OSError as error:
-        Path(name).unlink()
-        raise RankError(f"no memory for {nbytes} bytes that {ranks} ranks exchange ({error}); free some") from error
-    finally:
-        os.close(descriptor)
-    return Path(name)
+@contextmanager
+def new_exchange(spec: DecoderSpec, ranks: int) -> Iterator[str]:
+    """Make the file in which the ranks of a model exchange activations -> the path by which they open it.
+
+    They must map it inside the context. On Linux it has no name, so nothing is left if this process is killed.
+    Raises RankError without memory for it.
+    """
+    nbytes = native.exchange_bytes(native.required(), division_of(spec, ModelShard(0, ranks)))
+    on_linux = _MEMORY.is_dir()
+    with ExitStack() as stack:
+        try:
+            make = partial(TemporaryFile, dir=_MEMORY) if on_linux else NamedTemporaryFile
+            file = stack.enter_context(make())
+            if hasattr(os, "posix_fallocate"):  # memory that is missing later would end the process
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                file.truncate(nbytes)
+        except OSError as error:
+            what = f"{ranks} ranks exchange activations in {nbytes / 2**20:.1f} MiB of shared memory, which are missing"
+            advice = f"free some, or enlarge {_MEMORY} (docker run --shm-size=1g)" if on_linux else "free some"
+            raise RankError(f"{what} ({error}): {advice}") from error
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if on_linux else file.name
 
 
-def open_exchange(path: Path) -> Tensor:
+def open_exchange(path: str) -> Tensor:
     """Map the file that rank 0 made, uint8."""
-    with path.open("r+b") as file:
+    with Path(path).open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
@@ -78,7 +86,8 @@ class NativePart(NativeModel):
     ) -> None:
         check_reference(whole.spec)
         self.shard, self._memory = shard, memory
-        division = replace(division_of(whole.spec, shard), memory=memory)
+        patience = PATIENCE.total_seconds()
+        division = replace(division_of(whole.spec, shard), memory=memory, patience=patience)
         part = part_of(unread_spec(whole, dtype, Outcome()), whole.spec, shard, division)
         super().__init__(part, whole.name, quantization=quantization)
 
@@ -132,7 +141,7 @@ class LeadingNative(NativePart, Leading):
 
     def _check_exchange(self) -> None:
         if self.packed_decoder.decoder.ranks_ended:
-            raise RankError("another rank ended in a pass, or did not answer for a minute")
+            raise RankError(f"another rank ended in a pass, or did not answer for {PATIENCE.total_seconds():g} seconds")
 
 
 def _tokens_of(call: CRoundCall) -> tuple[Tensor, list[int]]:
