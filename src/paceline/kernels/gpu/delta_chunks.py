@@ -50,13 +50,11 @@ def whole_chunks(begin: tl.tensor, certain: tl.tensor) -> tuple[tl.tensor, tl.te
 
 
 @triton.jit
-def gates_of(
-    from_node: tl.tensor, inside: tl.tensor, rate: tl.tensor, bias: tl.tensor, VALUE_HEADS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return beta and the log decay of tokens. from_node: places of their gates."""
-    raw = tl.load(from_node + VALUE_HEADS, mask=inside, other=0.0).to(tl.float32) + bias
+def gates_of(raw_beta: tl.tensor, raw: tl.tensor, rate: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return beta and the log decay of tokens. raw: input of the decay's softplus, with its bias."""
+    beta = 1.0 / (1.0 + tl.exp(-raw_beta))
     softplus = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    return 1.0 / (1.0 + tl.exp(-tl.load(from_node, mask=inside, other=0.0).to(tl.float32))), rate * softplus
+    return beta, rate * softplus
 
 
 @triton.jit
@@ -137,8 +135,9 @@ def prepare_kernel(
         qk, kk = dot(q, turned), dot(k, turned)
         for head in range(key_head * SHARED, (key_head + 1) * SHARED):
             of_node = gates + (row * nodes + node) * gates_stride + head
-            bias = tl.load(decay_bias + head).to(tl.float32)
-            beta, log_decay = gates_of(of_node, token >= 0, tl.load(rate + head), bias, VALUE_HEADS)
+            raw_beta = tl.load(of_node).to(tl.float32)
+            raw = tl.load(of_node + VALUE_HEADS).to(tl.float32) + tl.load(decay_bias + head).to(tl.float32)
+            beta, log_decay = gates_of(raw_beta, raw, tl.load(rate + head))
             total = tl.cumsum(log_decay.to(tl.float64), 0)
             between = (total[:, None] - total[None, :]).to(tl.float32)
             decay = tl.exp(tl.where(token[:, None] >= token[None, :], between, float("-inf")))

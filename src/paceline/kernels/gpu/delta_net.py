@@ -19,14 +19,13 @@ from torch import Tensor
 
 from paceline.core.recurrent_state import CHUNK, WINDOW, RowsPass
 from paceline.kernels.delta import DeltaNet
-from paceline.kernels.gpu.delta_chunks import has_chunks, run_chunks, whole_chunks
-from paceline.kernels.gpu.recurrent import VALUES, WARPS, causal_sum, keep, silu
+from paceline.kernels.gpu.delta_chunks import gates_of, has_chunks, run_chunks, whole_chunks
+from paceline.kernels.gpu.recurrent import VALUES, WARPS, causal_sum, keep, silu, steps_to
 
 _CHUNK = tl.constexpr(CHUNK)
-_ALL, _BEFORE, _BEHIND = range(3)  # which nodes the kernel runs: all, or those before or behind whole chunks
 
 
-@triton.jit(do_not_specialize=["nodes", "part"])  # a prompt of another length does not recompile it
+@triton.jit(do_not_specialize=["nodes"])  # a prompt of another length does not recompile it
 def delta_kernel(
     projected: tl.tensor,
     gates: tl.tensor,
@@ -47,7 +46,6 @@ def delta_kernel(
     projected_stride: tl.tensor,
     gates_stride: tl.tensor,
     nodes: tl.tensor,
-    part: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -58,10 +56,12 @@ def delta_kernel(
     BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr,
     TREE: tl.constexpr,
+    NODES: tl.constexpr,
 ) -> None:
     """Grid (B, H, blocks): nodes -> mixed [B, L, H, V] float32; state [R, H, D, V] after the certain nodes.
 
-    part: 0 runs all nodes, 1 those before the whole chunks, and nothing of rows without chunks, 2 the others.
+    NODES: "all", "before chunks" (the whole chunks of ``gpu.delta_chunks``; none of rows without one), or "behind
+        chunks" (all of rows without one).
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + 2 * VALUE_HEADS
@@ -78,30 +78,23 @@ def delta_kernel(
     before = tail + slot * (TAPS - 1) * CHANNELS
     cell = state + (slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
     real = is_key[:, None] & is_value[None, :]
-    before_chunks, chunks = whole_chunks(begin, certain_count)
-    divided = (part > 0) & (chunks > 0)
-    behind = before_chunks + chunks * _CHUNK
-    begin_node = tl.where(divided & (part == 2), behind, -applied_count)
-    end_node = tl.where(part == 1, tl.where(divided, before_chunks, begin_node), count)
-    stored_node = tl.where(part == 1, end_node, certain_count) - 1
+    begin_node, end_node, stored_node = -applied_count, count, certain_count - 1
+    if NODES != "all":
+        first_in_chunk, chunks = whole_chunks(begin, certain_count)
+        if NODES == "before chunks":
+            end_node = tl.where(chunks > 0, first_in_chunk, begin_node)
+            stored_node = end_node - 1
+        else:
+            begin_node = tl.where(chunks > 0, first_in_chunk + chunks * _CHUNK, begin_node)
     goes_on = ((begin + tl.maximum(begin_node, 0) > 0) & (count > 0)).to(tl.int32)
     current = tl.load(cell, mask=real & (key < goes_on * KEY_DIM)[:, None], other=0.0)
     rate_of_head = tl.load(rate + head)
     bias_of_head = tl.load(decay_bias + head).to(tl.float32)
 
     for node in range(begin_node, end_node):
-        last, first = node, node
-        path = paths
-        if TREE:
-            path = paths + (row * nodes + tl.maximum(node, 0)) * nodes
-            if node >= 0:
-                last = (tl.load(positions + row * nodes + node) - begin).to(tl.int32)
-                parent = tl.load(path + last - 1, mask=last > 0, other=-1)
-                first = last
-                if parent != node - 1:  # from the stored state again, through the node's ancestors
-                    first = tl.minimum(last, 1)
-                    tl.debug_barrier()
-                    current = tl.load(cell, mask=real, other=0.0)
+        last, first, path, current = steps_to(
+            node, current, cell, real, row, begin, nodes, positions, paths, TREE
+        )  # fmt: skip
         read = tl.zeros([BLOCK_V], dtype=tl.float32)
         for time in range(first, last + 1):
             at, place = time, applied_count + time
@@ -128,9 +121,8 @@ def delta_kernel(
             raw_beta += tl.load(from_slot, mask=place < applied_count, other=0.0)
             raw = tl.load(from_node + VALUE_HEADS, mask=is_own, other=0.0).to(tl.float32)
             raw += tl.load(from_slot + VALUE_HEADS, mask=place < applied_count, other=0.0) + bias_of_head
-            beta = 1.0 / (1.0 + tl.exp(-raw_beta))
-            softplus = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-            current = current * tl.exp(rate_of_head * softplus)
+            beta, log_decay = gates_of(raw_beta, raw, rate_of_head)
+            current = current * tl.exp(log_decay)
             recalled = tl.sum(current * k[:, None], 0)
             current = current + k[:, None] * ((v - recalled) * beta)[None, :]
             read = tl.sum(current * q[:, None], 0)
@@ -176,11 +168,11 @@ def delta_net(
     heads, rows = mixer.heads, len(part.slots)
     mixed = projected.new_zeros((rows * part.nodes, heads.value_heads * heads.value_dim), dtype=torch.float32)
     if in_chunks and has_chunks(part):
-        _run_nodes(mixer, part, layer, (projected, gates, mixed), _BEFORE)
+        _run_nodes(mixer, part, layer, (projected, gates, mixed), "before chunks")
         run_chunks(mixer, part, layer, (projected, gates, mixed))
-        _run_nodes(mixer, part, layer, (projected, gates, mixed), _BEHIND)
+        _run_nodes(mixer, part, layer, (projected, gates, mixed), "behind chunks")
     else:
-        _run_nodes(mixer, part, layer, (projected, gates, mixed), _ALL)
+        _run_nodes(mixer, part, layer, (projected, gates, mixed), "all")
     keep(part, layer, projected, gates, (heads.channels, heads.taps))
     out = torch.empty_like(mixed, dtype=projected.dtype)
     finish_kernel[(rows * part.nodes, heads.value_heads)](
@@ -191,16 +183,16 @@ def delta_net(
     return out
 
 
-def _run_nodes(mixer: DeltaNet, part: RowsPass, layer: int, tensors: tuple[Tensor, Tensor, Tensor], which: int) -> None:
-    """Run nodes one after the other. tensors: ``projected``, ``gates`` and ``mixed``. which: see ``delta_kernel``."""
+def _run_nodes(mixer: DeltaNet, part: RowsPass, layer: int, tensors: tuple[Tensor, Tensor, Tensor], which: str) -> None:
+    """Run nodes one after the other. tensors: ``projected``, ``gates`` and ``mixed``. which: the kernel's ``NODES``."""
     states, heads, (projected, gates, mixed) = part.states, mixer.heads, tensors
     of_rows = part.slots, part.start, part.applied, part.counts, part.certain
     tree = mixed if part.positions is None else part.positions, mixed if part.paths is None else part.paths
     values = min(VALUES, triton.next_power_of_2(heads.value_dim))
     delta_kernel[(len(part.slots), heads.value_heads, triton.cdiv(heads.value_dim, values))](
         projected, gates, mixer.conv, mixer.rate, mixer.bias, states.state[layer], states.tail[layer],
-        states.inputs[layer], *of_rows, *tree, mixed, projected.stride(0), gates.stride(0), part.nodes, which,
+        states.inputs[layer], *of_rows, *tree, mixed, projected.stride(0), gates.stride(0), part.nodes,
         KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads, KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         TAPS=heads.taps, KEPT=WINDOW, BLOCK_K=triton.next_power_of_2(heads.key_dim), BLOCK_V=values,
-        SCALE=heads.key_dim**-0.5, TREE=part.paths is not None, num_warps=WARPS, enable_fp_fusion=False,
+        SCALE=heads.key_dim**-0.5, TREE=part.paths is not None, NODES=which, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.recurrent_state import WINDOW, RowsPass
-from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, WARPS, causal_sum, keep, silu
+from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, WARPS, causal_sum, keep, silu, steps_to
 from paceline.kernels.mamba2 import Mamba2
 from paceline.kernels.short_conv import ShortConv
 
@@ -70,18 +70,9 @@ def mamba2_kernel(
     rate_of_head, skip_of_head = tl.load(rate + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
 
     for node in range(-applied_count, count):
-        last, first = node, node
-        path = paths
-        if TREE:
-            path = paths + (row * nodes + tl.maximum(node, 0)) * nodes
-            if node >= 0:
-                last = (tl.load(positions + row * nodes + node) - begin).to(tl.int32)
-                parent = tl.load(path + last - 1, mask=last > 0, other=-1)
-                first = last
-                if parent != node - 1:  # from the stored state again, through the node's ancestors
-                    first = tl.minimum(last, 1)
-                    tl.debug_barrier()
-                    current = tl.load(cell, mask=real, other=0.0)
+        last, first, path, current = steps_to(
+            node, current, cell, real, row, begin, nodes, positions, paths, TREE
+        )  # fmt: skip
         read = tl.zeros([BLOCK_P], dtype=tl.float32)
         for time in range(first, last + 1):
             at, place = time, applied_count + time

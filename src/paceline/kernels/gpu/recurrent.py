@@ -87,6 +87,40 @@ def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def steps_to(
+    node: tl.tensor,
+    current: tl.tensor,
+    cell: tl.tensor,
+    real: tl.tensor,
+    row: tl.tensor,
+    begin: tl.tensor,
+    nodes: tl.tensor,
+    positions: tl.tensor,
+    paths: tl.tensor,
+    TREE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the last and the first time on a node's path that are run for it, the path, and the state before them.
+
+    A node of a tree whose parent is not the node before it runs its ancestors again, from the stored state on.
+
+    current: the state after the node before it. cell: where the state is stored. real: which of its numbers exist.
+    """
+    last, first = node, node
+    path = paths
+    if TREE:
+        path = paths + (row * nodes + tl.maximum(node, 0)) * nodes
+        if node >= 0:
+            last = (tl.load(positions + row * nodes + node) - begin).to(tl.int32)
+            parent = tl.load(path + last - 1, mask=last > 0, other=-1)
+            first = last
+            if parent != node - 1:
+                first = tl.minimum(last, 1)
+                tl.debug_barrier()
+                current = tl.load(cell, mask=real, other=0.0)
+    return last, first, path, current
+
+
 @triton.jit(do_not_specialize=["nodes"])
 def keep_kernel(
     projected: tl.tensor,
