@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-constexpr const char* kInterface = "3c9f884114e401f8";
+constexpr const char* kInterface = "40fe4de70ebe6e58";
 constexpr int32_t kLayout[] = {
   sizeof(Linear), offsetof(Linear, bias), offsetof(Linear, format), offsetof(Linear, group), offsetof(Linear, inputs),
   offsetof(Linear, order), offsetof(Linear, outputs), offsetof(Linear, scales), offsetof(Linear, weights),

@@ -120,9 +120,9 @@ def _lengths(kind: str, run: str = _RUN, temperature: float = 0, task: str | Non
     return f"{statistics.fmean(e['mean_acceptance_length'] for e in counted if task in (None, e['task'])):.2f}"
 
 
-def _rates(kind: str) -> str:
+def _rates(kind: str, run: str = _RUN) -> str:
     """Acceptance by position when greedy, means over tasks."""
-    counted = [e["by_position"] for e in load(_RUN)["results"][kind]["acceptance"] if not e["temperature"]]
+    counted = [e["by_position"] for e in load(run)["results"][kind]["acceptance"] if not e["temperature"]]
     return listed(statistics.fmean(rate for rate in each if rate is not None) for each in zip(*counted, strict=True))
 
 
@@ -155,6 +155,18 @@ def kinds() -> Iterator[list[str]]:
         lengths = [_lengths(kind), _lengths(kind, _EARLIER), _lengths(kind, temperature=0.8)]
         times = [_draft_ms(kind), _over_plain(kind), _over_plain(kind, 0.8)]
         yield [f"`{kind}`", *trained, _rates(kind), *lengths, *times]
+
+
+def in_and_out_of_domain(run: str) -> Iterator[list[str]]:
+    """Acceptance on held-out answers to prompts like those of the training, and on the six tasks."""
+    for kind, result in load(run)["results"].items():
+        cells, domain = ["-"] * 2, ["-"] * 2
+        if (training := result.get("training")) is not None:
+            held_out = training["held_out"]
+            cells = [f"{training['cpu_seconds'] / 60:.1f}", f"{training['tokens_seen'] / 1e6:.2f}"]
+            domain = [listed(held_out["conditional"][:3]), f"{held_out['length'][2]:.2f}"]
+        tasks = [_rates(kind, run), _lengths(kind, run), _lengths(kind, run, 0.8)]
+        yield [f"`{kind}`", *cells, *domain, *tasks]
 
 
 def kinds_in_chat() -> Iterator[list[str]]:

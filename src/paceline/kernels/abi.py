@@ -446,6 +446,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_held": (c_int64, (c_void_p,)),
     "pl_texts_size": (c_int64, (c_void_p, c_int64)),
+    "pl_texts_count": (c_int64, (c_void_p,)),
+    "pl_texts_copy": (None, (c_void_p, c_void_p, c_void_p)),
     "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -460,4 +462,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "3c9f884114e401f8"
+INTERFACE = "40fe4de70ebe6e58"
