@@ -51,6 +51,7 @@ from recurrent_support import (
     SIZES,
     in_torch,
     on_kernels,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_mtp,
@@ -136,6 +137,7 @@ BESIDE = {  # the same, with MLPs beside attention, or experts
 MODELS |= BESIDE
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "mamba2 beside attention": functools.cache(lambda: in_torch(tiny_falcon_h1())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
@@ -189,7 +191,7 @@ WIDTHS = {
     "experts": 72,
     "lfm2": 48,
 }
-WIDTHS |= {**dict.fromkeys(OTHER_STATES, 48), "mamba2": 64}
+WIDTHS |= {**dict.fromkeys(OTHER_STATES, 64), "delta nets in torch": 48}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
