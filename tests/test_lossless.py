@@ -116,9 +116,7 @@ MODELS |= {  # the same of another kind: short convolutions
 SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS |= {  # the same, with heads of two widths and keys that layers share, or with experts between norms of their own
     "gemma4": functools.cache(tiny_native_gemma4),
-    "gemma4 experts": functools.cache(
-        functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"])
-    ),
+    "gemma4 experts": functools.cache(functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"])),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
 CACHED = {  # models whose caches, and those of their draft models, have 8 bits
