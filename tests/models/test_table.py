@@ -169,13 +169,18 @@ def check_greedy(name: str, texts: Sequence[list[int]], way: object) -> None:
         assert text == best_of(name, row, tuple(text)), (way, row)
 
 
+@functools.cache
+def draft_model(vocab_size: int) -> PreTrainedModel:
+    kind, fields = NATIVE["llama"]
+    return tiny(kind, fields | {"head_dim": 16, "vocab_size": vocab_size}, seed=5)
+
+
 def draft_of(theirs: PreTrainedModel, drafter: str | None) -> dict[str, Any]:
     """Options of a drafter; the draft model is another random model of the same vocabulary."""
     if drafter is None:
         return {}
-    kind, fields = NATIVE["llama"]
-    draft = tiny(kind, fields | {"head_dim": 16, "vocab_size": theirs.config.vocab_size}, seed=5)
-    return {"num_speculative_tokens": 2} | ({"draft_model": draft} if drafter == "model" else {})
+    draft = {"draft_model": draft_model(theirs.config.vocab_size)} if drafter == "model" else {}
+    return {"num_speculative_tokens": 2, **draft}
 
 
 def run(llm: LLM, prompts: Sequence[list[int]]) -> list[tuple[list[int], Any]]:
