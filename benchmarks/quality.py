@@ -188,8 +188,8 @@ def load(model: str, options: EngineOptions) -> LLM:
     if options.get("quantization") != "fp8" or (device.type == "cuda" and has_fp8(device)):
         return LLM(model, use_tqdm=False, **options)
     rounds_rows = not options.get("deterministic", False)
-    of_rest: EngineOptions = {**options, "quantization": None, "deterministic": False, "attention": "padded"}
-    llm = LLM(model, use_tqdm=False, **of_rest, device="cpu")
+    of_rest: EngineOptions = {"quantization": None, "deterministic": False, "attention": "padded", "device": "cpu"}
+    llm = LLM(model, use_tqdm=False, **{**options, **of_rest})
     llm.engine.models.target = load_emulated(model, rounds_rows=rounds_rows)
     return llm.plain()
 
