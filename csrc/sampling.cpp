@@ -516,7 +516,7 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
     if (!layer.recurrent) continue;
     for (const Move& move : moves) {
       const int64_t slot = move.row, base = cache.base[slot];
-      float* inputs = cache.inputs + static_cast<size_t>((layer.place * cache.rows + slot) * cache.window) * width;
+      float* inputs = cache.inputs + static_cast<size_t>((layer.recurrent->place * cache.rows + slot) * cache.window) * width;
       std::memcpy(inputs + static_cast<size_t>(move.to - base) * width, inputs + static_cast<size_t>(move.from - base) * width, sizeof(float) * width);
     }
   }

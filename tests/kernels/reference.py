@@ -284,9 +284,8 @@ class ReferenceDecoder:
         for index, layer in enumerate(self._layers):
             entering.append(x * spec.tap_scale)
             weights, between = layer.weights, x
-            if weights.qkv is not None:
-                mix = context.recurrent if weights.recurrent else context.attention
-                mixed = mix(index, layer, norm(x, weights.input_norm, spec.epsilon))
+            if weights.qkv is not None or weights.recurrent is not None:
+                mixed = context.mixed(index, layer, norm(x, weights.input_norm, spec.epsilon))
                 between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
             if weights.gate_up is not None or weights.experts is not None:
                 made = layer.mlp(x if weights.parallel else between, spec.epsilon)
@@ -325,6 +324,13 @@ class _ReferencePass:
             assert nodes.read == 0, "a recurrent model reads each node once"
             self._states = cast(StatefulCache, cache).states
             self._passes = plan(self._states, nodes, text=text)
+
+    def mixed(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+        """The sum of what a layer's attention and its recurrent part give [N, width]."""
+        mixed = torch.zeros_like(normed)
+        if layer.weights.recurrent is not None:
+            mixed = mixed + self.recurrent(layer, layer.weights.recurrent.mixer, normed)
+        return mixed if layer.weights.qkv is None else mixed + self.attention(layer_index, layer, normed)
 
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
@@ -381,15 +387,14 @@ class _ReferencePass:
             return norm(x, weight, self._spec.epsilon)
         return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
-    def recurrent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+    def recurrent(self, layer: _ReferenceLayer, mixer: RecurrentMixer, normed: Tensor) -> Tensor:
         """The output of a recurrent layer [N, width], from its normed input."""
-        mixer, index, states = layer.weights.recurrent, self._recurrent_layer, self._states
-        assert mixer is not None
+        index, states = self._recurrent_layer, self._states
         assert states is not None
         self._recurrent_layer += 1
-        inputs, kept = mixer.split(layer.qkv(normed), None if layer.gates is None else layer.gates(normed))
+        inputs, kept = mixer.split(layer.first(normed), None if layer.gates is None else layer.gates(normed))
         parts = [run_slot(states, index, mixer, part, inputs[part.first : part.stop]) for part in self._passes]
-        return layer.attention_out(mixer.finish(torch.cat(parts), kept))
+        return layer.second(mixer.finish(torch.cat(parts), kept))
 
     def finish(self) -> None:
         """Note what the slots of recurrent layers hold now."""
@@ -438,10 +443,12 @@ class _ReferenceLayer:
         part = weights.input
         self.input_gate = None if part is None else make(part.gate)
         self.input_out = None if part is None else make(part.out)
-        gates = None if weights.recurrent is None else weights.recurrent.gates
         self.gates = None
-        if gates is not None:
-            self.gates = _ReferenceLinear(gates, "fp32" if self.qkv.to == "fp32" else GATES_FORMAT)
+        if weights.recurrent is not None:
+            self.first, self.second = make(weights.recurrent.first), make(weights.recurrent.second)
+            gates = weights.recurrent.mixer.gates
+            to: ReferenceFormat = "fp32" if self.first.to == "fp32" else GATES_FORMAT
+            self.gates = None if gates is None else _ReferenceLinear(gates, to)
 
     def mlp(self, x: Tensor, epsilon: float) -> Tensor:
         """The output of the MLP, of the experts, or of both [N, width], from the hidden states."""

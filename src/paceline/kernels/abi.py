@@ -124,8 +124,9 @@ class CRecurrent(Structure):
     """csrc: Recurrent."""
 
     _fields_ = (
-        ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
-        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float), ("least_step", c_float),
+        ("first", CLinear), ("second", CLinear), ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p),
+        ("bias", c_void_p), ("norm", c_void_p), ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
+        ("least_step", c_float), ("place", c_int32),
     )
 
 
@@ -462,4 +463,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "40fe4de70ebe6e58"
+INTERFACE = "8bcf60a03b80b736"

@@ -63,7 +63,7 @@ class ModelShard:
 
         Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
         """
-        if len(spec.attentions) < len(spec.layers):
+        if spec.recurrent or len(spec.attentions) < len(spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with recurrent layers, which are not split yet")
         if any(attention.latent is not None for attention in spec.attentions):
             raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")

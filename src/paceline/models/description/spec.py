@@ -1,9 +1,9 @@
 """Description of a decoder: what every layer computes, without weights and without the name of a family.
 
 A family (``models.families``) translates a configuration into a ``DecoderSpec``. Backends read the description only;
-what one of them cannot run, it refuses by the name of the feature. Two things never appear here, because they are
+what one of them cannot run, it refuses by the name of the feature. Three things never appear here, because they are
 undone where the weights are read: norms whose stored weight is one less than the factor (``WeightNames.plus_one``), and
-multipliers of every residual branch (``without_residual_scale``).
+multipliers of matrices (``Family.factors``) and of every residual branch (``without_residual_scale``).
 """
 
 from __future__ import annotations
@@ -224,11 +224,13 @@ class Mamba2Spec(Mamba2Heads):
     """A Mamba-2 layer: a recurrent state per head. conv_bias: whether the convolution has a bias.
 
     norm_eps: epsilon of the gated RMS norm of the output, group by group. least_step: steps are at least this.
+    normed: whether the output has that norm; without it, the output is only gated.
     """
 
     conv_bias: bool = True
     norm_eps: float = 1e-6
     least_step: float = 0.0
+    normed: bool = True
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ class LayerSpec:
         "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm);
         "one_part": x + f(norm(x)), where the layer has a mixer or an MLP alone, and the other is None.
     scaled: whether a stored number multiplies the layer's output.
+    beside: a recurrent layer that reads the same as the mixer, which is attention; both outputs are added.
     """
 
     mixer: MixerSpec | None
@@ -259,6 +262,12 @@ class LayerSpec:
     norms: NormPlaces = "before"
     scaled: bool = False
     one_norm: bool = False
+    beside: RecurrentSpec | None = None
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The recurrent part: the mixer itself, or what stands beside attention; None if there is none."""
+        return self.beside if self.mixer is None or isinstance(self.mixer, AttentionSpec) else self.mixer
 
     @property
     def attention(self) -> AttentionSpec:
@@ -350,9 +359,8 @@ class DecoderSpec:
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
-        """The mixer of every layer that is not attention."""
-        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
-        return tuple(mixer for mixer in mixers if not isinstance(mixer, AttentionSpec))
+        """The recurrent part of every layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
@@ -361,21 +369,22 @@ class DecoderSpec:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``.
-
-        0 of a layer without a mixer.
-        """
+        """The number of the keys that each layer reads, among ``kv_layers``; 0 of a layer without attention."""
         places: list[int] = []
-        keys, states = count(), count()
+        keys = count()
         for layer in self.layers:
-            if layer.mixer is None:
+            if not isinstance(layer.mixer, AttentionSpec):
                 places.append(0)
-            elif not isinstance(layer.mixer, AttentionSpec):
-                places.append(next(states))
             else:
                 source = layer.mixer.reads_layer
                 places.append(next(keys) if source is None else places[source])
         return tuple(places)
+
+    @property
+    def state_places(self) -> tuple[int, ...]:
+        """The number of each layer's state, among ``recurrent``; 0 of a layer without one."""
+        states = count()
+        return tuple(0 if layer.recurrent is None else next(states) for layer in self.layers)
 
 
 def without_residual_scale(spec: DecoderSpec, scale: float) -> DecoderSpec:

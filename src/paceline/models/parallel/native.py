@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int64
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -50,8 +50,11 @@ def new_exchange(spec: DecoderSpec, ranks: int) -> Iterator[str]:
     on_linux = _MEMORY.is_dir()
     with ExitStack() as stack:
         try:
-            make = partial(TemporaryFile, dir=_MEMORY) if on_linux else NamedTemporaryFile
-            file = stack.enter_context(make())
+            file: IO[bytes]
+            if on_linux:
+                file = stack.enter_context(TemporaryFile(dir=_MEMORY))
+            else:
+                file = stack.enter_context(NamedTemporaryFile())
             if hasattr(os, "posix_fallocate"):  # memory that is missing later would end the process
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             else:
