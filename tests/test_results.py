@@ -144,6 +144,7 @@ HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {  # what the pages say of 
     ),
     "decoding-methods-": lambda run: not any(each["different"] for each in run["results"].values()),
     "references-edits-": lambda run: all(len(each["seconds_of_all"]) >= 3 for each in run["results"]),
+    "references-answers-": lambda run: len({each["tokens"] for each in run["results"]}) == 1,
     "references-separate-": lambda run: (
         run["prompt_tokens"] == [286]
         and all((len(each["seconds_of_all"]), each["tokens"]) == (3, 8 * 48) for each in run["results"])

@@ -169,6 +169,23 @@ def in_and_out_of_domain(run: str) -> Iterator[list[str]]:
         yield [f"`{kind}`", *cells, *domain, *tasks]
 
 
+_WORK = {
+    "changes": "twenty changes to one file, four at a time",
+    "turns": "the same as twenty turns of a conversation",
+    "stubs": "eight functions of eight samples each, T = 0.8",
+    "retrieval": "eight questions on one document, four at a time",
+    "chat": "sixteen open questions, four at a time",
+}
+
+
+def answers_as_sources() -> Iterator[list[str]]:
+    """Tokens per round with eight draft tokens, by what lookup copies from."""
+    for name, label in _WORK.items():
+        run = {each["side"]: each for each in load(f"references-answers-{name}-qwen-0.5b")["results"]}
+        sides = (run.get(side) for side in ("own text", "of its own request", "of all requests"))
+        yield [label, *("-" if each is None else f"{each['tokens_a_round']:.2f}" for each in sides)]
+
+
 def kinds_in_chat() -> Iterator[list[str]]:
     """The same in open chat: tokens per round, and ``auto`` over plain decoding at 1 and 2 rows."""
     for kind in _KINDS:
