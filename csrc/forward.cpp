@@ -254,7 +254,7 @@ class Pass {
 
   // Keys and values of a layer's attention and, unless `keys_alone`, what its second matrix reads.
   void mix(const Layer& layer, size_t index, bool keys_alone, int thread, Stopwatch& watch) const {
-    const int mixed = layer.attended ? layer.attended[s_.ranks->count] : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
+    const int mixed = layer.attended ? layer.attended[s_.ranks->count] : layer.heads * (layer.latent ? layer.latent->value_dim : layer.value_dim);
     clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.latent) run_latent(layer, index, keys_alone, thread, watch);
     else run_attention(layer, index, keys_alone, thread, watch);
@@ -605,12 +605,12 @@ class Pass {
     attention.qkv_stride = absorbed_width(layer);
     write_latent_keys(layer, attention, thread);
     if (!keys_alone) absorb(layer, attention, thread, watch);
-    uint8_t* const values = attention.values;
-    attention.values = nullptr;  // they are written with the keys
+    uint8_t* const values = attention.values.data;
+    attention.values.data = nullptr;  // they are written with the keys
     rotate(layer, attention, thread);
     watch.lap(kRotary);
     if (keys_alone) return;
-    attention.values = values;
+    attention.values.data = values;
     attention.out = m_.mixed_.as<float>();
     attention.out_stride = static_cast<size_t>(layer.heads * latent.rank);
     share_key(attention);
@@ -719,7 +719,7 @@ class Pass {
     int groups = 1;
     while (groups < attention.heads && (attention.heads % groups || attention.heads / groups > kMaxQueries || groups < wanted)) ++groups;
     attention.kv_heads = groups;
-    attention.head_stride = 0;
+    attention.keys.head_stride = attention.values.head_stride = 0;
   }
 
   void embed(int thread) const {
@@ -912,9 +912,13 @@ class Pass {
     }
   }
 
+  CacheVectors of_layer(CacheVectors vectors, const Layer& layer) const {
+    vectors.data += layer.place * vectors.layer_stride * bytes_of(cache_.element);
+    return vectors;
+  }
+
   Attention describe(const Layer& layer) const {
     const KVTable& table = cache_.tables[layer.table];
-    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride * bytes_of(cache_.element));
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
@@ -924,21 +928,14 @@ class Pass {
     a.slots = tokens_.slots;
     a.ends = layer.looks_ahead ? tokens_.ends : nullptr;
     a.paths = paths_;
-    a.keys = table.keys + offset;
-    a.values = table.values ? table.values + offset : nullptr;
-    a.page_stride = static_cast<size_t>(table.page_stride);
-    a.head_stride = static_cast<size_t>(table.head_stride);
-    a.position_stride = static_cast<size_t>(table.position_stride);
+    a.keys = of_layer(table.keys, layer);
+    a.values = layer.latent ? a.keys : of_layer(table.values, layer);
     a.element = cache_.element;
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
-    a.value_dim = layer.dim;
-    if (layer.latent) {
-      a.value_dim = layer.latent->rank;
-      a.values = a.keys + layer.latent->rotary_dim * bytes_of(cache_.element);
-    }
-    a.pages = table.pages;
+    a.value_dim = layer.latent ? layer.latent->rank : layer.value_dim;
+    if (layer.latent) a.values.data += layer.latent->rotary_dim * bytes_of(cache_.element);
     a.blocks = blocks_for(cache_.capacity);
     a.capacity = cache_.capacity;
     a.window = layer.window;
@@ -947,7 +944,7 @@ class Pass {
     a.k_norm = layer.k_norm;
     a.v_norm = layer.v_norm;
     a.epsilon = s_.epsilon;
-    a.gates = layer.gated ? static_cast<size_t>((layer.heads + 2 * layer.kv_heads) * layer.dim) : 0;
+    a.gates = layer.gated ? static_cast<size_t>((layer.heads + layer.kv_heads) * layer.dim + layer.kv_heads * layer.value_dim) : 0;
     a.norm_all = layer.norm_all != 0;
     a.sinks = layer.sinks;
     a.norm_after = layer.norm_after != 0;

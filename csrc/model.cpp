@@ -27,7 +27,7 @@ const char* problem_with_pages(const Tokens& fed, const Cache& cache) {
   for (int i = fed.read; cache.references && i < fed.count; ++i) {
     const int64_t slot = fed.slots ? fed.slots[i] : fed.positions[i];
     if (slot >= cache.capacity) continue;
-    if (cache.references[cache.tables[0].pages[fed.rows[i] * blocks + slot / kPagePositions]] != 1) return "a token's page is missing or shared";
+    if (cache.references[cache.tables[0].keys.pages[fed.rows[i] * blocks + slot / kPagePositions]] != 1) return "a token's page is missing or shared";
   }
   return nullptr;
 }
@@ -125,7 +125,7 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       padded_attention(widest(layers, [](const Layer& layer) { return layer.attention_out.inputs; })),
       padded_recurred(widest(layers, [](const Layer& layer) { return layer.recurrent ? layer.recurrent->second.inputs : 0; })),
       padded_activated(widest(layers, [](const Layer& layer) { return std::max(layer.down.inputs, layer.input ? layer.input->out.inputs : 0); })),
-      widest_dim(widest(layers, [](const Layer& layer) { return layer.dim; })),
+      widest_dim(widest(layers, [](const Layer& layer) { return std::max(layer.dim, layer.value_dim); })),
       queries_per_key(widest(layers, [](const Layer& layer) { return layer.heads / layer.kv_heads; })),
       last_writer(last_writer_of(layers)),
       reads_only(std::all_of(layers.begin(), layers.end(), writes_nothing)),

@@ -110,7 +110,7 @@ struct Layer {
   int32_t place;       // in its table of the cache
   int32_t table;       // of the cache
   int32_t reads_only;  // whether an earlier layer writes its keys and values; qkv then has queries only
-  int32_t heads, kv_heads, dim;
+  int32_t heads, kv_heads, dim, value_dim;  // widths of a query and of a value
   int32_t looks_ahead;  // whether a token of a block sees those behind it (Tokens::ends)
   const float* v_norm;      // [dim], or null
   const TokenInput* input;  // or null
@@ -311,11 +311,8 @@ struct RoundCall {
 
 // Keys and values of the layers of one shape.
 struct KVTable {
-  uint8_t* keys;    // by layer, page, head and position of the page: [dim]
-  uint8_t* values;  // or null: a value is the last elements of its key
-  const int32_t* pages;  // [row][blocks_for(capacity)]: the page of each block of kPagePositions positions
-  int64_t layer_stride, page_stride, head_stride, position_stride;  // in elements
-  int64_t layers, heads, dim;
+  CacheVectors keys, values;  // without values: a value is the last elements of its key
+  int64_t layers, heads;
 };
 
 struct Cache {

@@ -87,6 +87,7 @@ from toy import (
     tiny_native,
     tiny_native_experts,
     tiny_native_latent,
+    tiny_native_narrow,
     tiny_native_parallel,
     truth_of,
 )
@@ -120,6 +121,7 @@ MODELS |= {  # the same, with heads of two widths and keys that layers share, or
     "gemma4 experts": functools.cache(functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"])),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
+MODELS["narrow values"] = functools.cache(tiny_native_narrow)
 CACHED = {  # models whose caches, and those of their draft models, have 8 bits
     **dict.fromkeys(("llama in int8", "llama in fp8"), tiny_llama),
     "native in int8": MODELS["native"],
@@ -141,7 +143,8 @@ OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in 
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(
-    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
+    ["recurrent", "gemma4", "gemma4 experts", "latent", "narrow values", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE],
+    DRAFTS["native"],
 )
 DRAFTS |= dict.fromkeys((*OTHER_STATES, "llama in int8", "llama in fp8"), lambda: tiny_llama(1))
 DRAFTS |= dict.fromkeys(("native in int8", "latent in int8", "gemma4 in int8"), DRAFTS["native"])
@@ -612,7 +615,8 @@ DRAFTERS_OF = {
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head", "dflash"],
     "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(
-        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
+        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", "narrow values", *BESIDE),
+        ("model", "documents", "sometimes"),
     ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "dspark", "none"],
@@ -1166,7 +1170,7 @@ BRANCHING_OF = {
     "native by the host": ["head", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
-    **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
+    **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16", "narrow values"), ("documents",)),
     "mamba2": ["hybrid", "dflash2"],
     "delta nets in torch": ["documents"],
     "delta nets on the device": ["model"],

@@ -337,10 +337,13 @@ class _ReferencePass:
         spec, weights, index = self._spec, layer.weights, self._places[layer_index]
         if weights.latent is not None:
             return self._latent(layer_index, layer, normed)
-        count, kv_count, dim = spec.heads_of(weights)
-        own = 0 if weights.reads_only else kv_count
-        qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
-        q, k, v, gate = qkv.split_with_sizes([count, own, own, count if weights.gated else 0], dim=1)
+        heads = spec.heads_of(weights)
+        own, values = 0 if weights.reads_only else heads.kv_heads, heads.value_width
+        projected, gates = layer.qkv(normed), heads.heads * values if weights.gated else 0
+        widths = [heads.heads * heads.dim, own * heads.dim, own * values, gates]
+        q, k, v, gate = projected.split_with_sizes(widths, dim=1)
+        q, k = q.view(len(q), heads.heads, -1), k.view(len(k), own, heads.dim)
+        v = v.view(len(v), own, values)
         cos, sin = (table[self._at] for table in self._tables[layer_index])
 
         def turned(x: Tensor, norm: Tensor | None) -> Tensor:
@@ -351,19 +354,19 @@ class _ReferencePass:
         q = turned(q, weights.q_norm)
         if own:
             k = turned(k, weights.k_norm)
-            v = functional.rms_norm(v, (dim,), None, spec.epsilon) if weights.v_norm else v
+            v = functional.rms_norm(v, (values,), None, spec.epsilon) if weights.v_norm else v
             write(index, self._cache, self._rows, self._slots, k, v)
         scale = spec.scale_of(weights)
         seen = self._rows, self._seen, scale, weights.window, weights.sinks, weights.cap
         attended = attend(index, self._cache, q, *seen)
         if weights.gated:
-            attended = attended * gate.sigmoid()
+            attended = attended * gate.view_as(attended).sigmoid()
         return layer.attention_out(attended.flatten(1))
 
     def _latent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of a layer of latent attention [N, width], from its normed input."""
         weights, index = layer.weights, self._places[layer_index]
-        latent, (count, _, dim) = weights.latent, self._spec.heads_of(weights)
+        latent, (count, _, dim, _) = weights.latent, self._spec.heads_of(weights)
         assert latent is not None
         rank, turned = dim - latent.rotary_dim, latent.rotary_dim
         first = layer.qkv(normed)

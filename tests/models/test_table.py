@@ -124,6 +124,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
+    "mimo_v2_flash": functools.partial(of_table, "mimo_v2_flash", hidden_size=64, head_dim=48, v_head_dim=32),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }

@@ -194,11 +194,17 @@ class LatentWeights:
 
 
 class Heads(NamedTuple):
-    """Number of query heads and of key heads, and their width."""
+    """Number of query heads and of key heads, and their width. value_dim: width of a value; None: the same."""
 
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -431,7 +437,7 @@ class NativeSpec:
     def _cached(self, layer: LayerWeights) -> KVHeads:
         heads = self.heads_of(layer)
         if layer.latent is None:
-            return KVHeads(heads.kv_heads, heads.dim)
+            return KVHeads(heads.kv_heads, heads.dim, heads.value_dim)
         return KVHeads(1, heads.dim, layer.latent.norm.shape[0], values_in_keys=True)
 
     @property

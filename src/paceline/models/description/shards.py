@@ -69,7 +69,9 @@ class ModelShard:
             raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")
         if not spec.plain_attention:
             raise ParameterError(
-                "tensor_parallel", self.ranks, "1 with attention's gates or sinks: they are not split yet"
+                "tensor_parallel",
+                self.ranks,
+                "1 with attention's gates, sinks or values of another width, not split yet",
             )
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")

@@ -88,6 +88,7 @@ class AttentionSpec:
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
+    value_dim: width of a head's value where it differs from ``head_dim``, which is then that of queries and keys.
     latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
         which is also its value. kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
@@ -113,6 +114,7 @@ class AttentionSpec:
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
+    value_dim: int | None = None
     latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
@@ -121,13 +123,16 @@ class AttentionSpec:
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
+        check(self.value_dim is None or self.value_dim > 0, f"v_head_dim={self.value_dim}")
         assert self.qk_norm is None or not self.interleaved, "the norms' weights are in the stored order"
+        other = self.gated or self.keys_as_values or self.reads_layer is not None or self.latent is not None
+        assert self.value_dim is None or not other, "no family has both"
 
     @property
     def cached(self) -> KVHeads:
         """What the cache holds of a token."""
         if self.latent is None:
-            return KVHeads(self.kv_heads, self.head_dim)
+            return KVHeads(self.kv_heads, self.head_dim, self.value_dim)
         return KVHeads(1, self.head_dim, self.latent.rank, values_in_keys=True)
 
     @property
@@ -137,8 +142,13 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Width of all key heads together."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -354,8 +364,11 @@ class DecoderSpec:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether every layer is attention with keys and values of its own heads, without gates or sinks."""
-        return not self.recurrent and not any(a.gated or a.sinks or a.latent for a in self.attentions)
+        """Whether every layer is attention with keys and values of its own heads, without gates or sinks.
+
+        Keys and values have one width.
+        """
+        return not self.recurrent and not any(a.gated or a.sinks or a.latent or a.value_dim for a in self.attentions)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:

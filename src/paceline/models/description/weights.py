@@ -180,7 +180,7 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
         yield from _latent_slots(spec, spec.latent, width, layer)
         return
     queries = spec.query_width * (2 if spec.gated and not spec.gates_apart else 1)  # a head's gate behind its query
-    own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    own = {"k": spec.kv_width, "v": spec.kv_heads * spec.value_width} if spec.reads_layer is None else {}
     gates = {"attn_gate": spec.query_width} if spec.gates_apart else {}
     for name, slot in _linear_slots(
         "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
@@ -189,7 +189,7 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
             slot = replace(slot, order=_repeated(spec.head_dim), stored=(spec.heads, *slot.shape[1:]))
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
-    yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
+    yield from _linear_slots("o", {"o": width}, spec.heads * spec.value_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
     if spec.qk_norm is not None and spec.qk_affine:

@@ -282,6 +282,7 @@ class _Packer:
             heads=heads.heads,
             kv_heads=heads.kv_heads,
             dim=heads.dim,
+            value_dim=heads.value_width,
             v_norm=self._vector(torch.ones(heads.dim)) if layer.v_norm else None,
             input=None if layer.input is None else pointer(self._input(layer.input, to)),
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),

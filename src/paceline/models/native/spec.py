@@ -232,7 +232,7 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         cap=None if attention is None else attention.cap,
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
-        heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        heads=None if attention is None else _heads_of(attention),
         norm_after=attention is not None and attention.norm_after,
         v_norm=attention is not None and attention.v_norm,
         place=place if attention is None or reads is not None else None,
@@ -241,6 +241,10 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         scale_out=weights.get(f"{name}scale.weight"),
         latent=None if attention is None else _latent_of(attention, name, source),
     )
+
+
+def _heads_of(spec: AttentionSpec) -> Heads:
+    return Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim)
 
 
 def _recurrent_of(layer: LayerSpec, spec: RecurrentSpec, name: str, source: _WeightSource) -> RecurrentWeights:
@@ -338,8 +342,9 @@ def check_spec(spec: NativeSpec) -> None:
             raise ModelFormatError(f"the CPU kernels need {needed}; not {layer.latent.norm.shape[0]}")
     for heads, latent in dict.fromkeys((spec.heads_of(layer), layer.latent is not None) for layer in spec.layers):
         too_many = heads.heads // heads.kv_heads > 64 and not latent  # whose one key serves groups of heads
-        if heads.dim % 16 or heads.heads % heads.kv_heads or too_many:
-            shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
+        if heads.dim % 16 or heads.value_width % 16 or heads.heads % heads.kv_heads or too_many:
+            values = "" if heads.value_dim is None else f" with values of {heads.value_dim}"
+            shape = f"{heads.heads} heads of {heads.dim}{values} over {heads.kv_heads}"
             needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
     for layer in spec.layers:

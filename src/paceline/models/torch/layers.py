@@ -1,7 +1,7 @@
 """The layers of a native decoder in torch: attention, MLPs, and inputs by token.
 
 Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width, V width of a value.
 """
 
 from __future__ import annotations
@@ -174,8 +174,11 @@ class _Attention:
         layer = f"layers.{index}"
         self.spec, self.place = spec, place
         self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
-        self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
-        self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
+        own = spec.kv_heads if spec.reads_layer is None else 0
+        self.split = [spec.heads, own]  # heads of queries, and of keys and values
+        self.widths = [(spec.heads + own) * spec.head_dim, own * spec.value_width]  # of queries and keys, and of values
+        kept_apart = spec.norm_after or spec.v_norm or spec.value_dim is not None
+        self.packs = spec.qk_norm != "all" and not kept_apart and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
         sinks, balance = parts.find(f"{layer}.sinks.weight"), parts.key_balance(spec, layer)
@@ -184,11 +187,12 @@ class _Attention:
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
         spec, attend = self.spec, forward.attend
-        heads = self.qkv(x).view(forward.rows, -1, sum(self.split) + spec.heads * spec.gated, spec.head_dim)
-        qkv, gate = heads.tensor_split([sum(self.split)], dim=2)
+        projected = self.qkv(x)
+        qkv, gate = projected.view(forward.rows, -1, projected.shape[-1]).tensor_split([sum(self.widths)], dim=2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
-            packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
+            heads = qkv.view(*qkv.shape[:2], -1, spec.head_dim)
+            packed = PackedHeads(heads, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
             out = attend.packed(self.place, packed, self.terms)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
@@ -201,9 +205,10 @@ class _Attention:
         return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
-        heads, kv_heads, _ = self.split
-        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
+        """Split qkv [B, L, outputs] -> q [B, L, H, D], k [B, L, G, D], v [B, L, G, V], normed and rotated."""
+        shape, (heads, kv_heads) = qkv.shape[:2], self.split
+        qk, v = qkv.split_with_sizes(self.widths, dim=2)
+        qk, v = qk.view(*shape, heads + kv_heads, self.spec.head_dim), v.view(*shape, kv_heads, self.spec.value_width)
         if self.qk_norm is not None and not self.spec.norm_after:
             qk = self._normed(qk, self.qk_norm)
         if rotation is not None:
@@ -220,7 +225,7 @@ class _Attention:
         eps = self.spec.qk_norm_eps
         if self.spec.qk_norm == "head":
             return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
-        parts = qk.split_with_sizes(self.split[:2], dim=2)
+        parts = qk.split_with_sizes(self.split, dim=2)
         return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
 
 
