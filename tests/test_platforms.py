@@ -102,7 +102,11 @@ print(*answer.outputs[0].token_ids)
 # Names of POSIX or Linux, and the files that may have them: behind a check, within a function, or for Linux only.
 POSIX = {
     r"^import (fcntl|resource|termios|pwd|grp|pty)": (),
-    r"os\.(register_at_fork|sched_\w+|getuid|geteuid)": ("kernels/native.py", "core/cpus.py", "engine/prefix_files.py"),
+    r"os\.(register_at_fork|sched_\w+|getuid|geteuid)": (
+        "kernels/native.py",
+        "core/cpus.py",
+        "engine/private_files.py",
+    ),
     r"os\.(fork|preadv?|pwritev?|killpg|O_NONBLOCK|O_DIRECTORY|O_NOFOLLOW)\b": (),
     r"signal\.(SIGKILL|SIGXCPU|SIGPROF|SIGALRM|SIGHUP|SIGUSR\d|setitimer)": (
         "server/ending.py",
