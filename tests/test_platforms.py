@@ -185,6 +185,7 @@ def wine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The program that runs programs of Windows, as an empty Windows of its own."""
     monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
     monkeypatch.setenv("WINEDEBUG", "-all")
+    subprocess.run([str(WINE), "wineboot"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return str(WINE)
 
 

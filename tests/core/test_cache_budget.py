@@ -24,7 +24,7 @@ from paceline.engine.slot_allocator import SlotAllocator
 from paceline.errors import CapacityError, ParameterError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(not GROWS, reason="rows do not grow here")]
 
 LONGEST = 1500  # tokens: six pages of each head
 ROWS = 6

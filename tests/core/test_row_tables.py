@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,17 @@ from torch import Tensor
 
 from paceline.core import row_tables
 from paceline.core.cache import KVCache, KVHeads
-from paceline.core.row_tables import GROWS, RowTables
+from paceline.core.row_tables import RowTables
 from paceline.errors import CapacityError
 
-pytestmark = pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is counted by Linux' /proc")
+
+
+@pytest.fixture(params=["Linux", "macOS"])
+def freeing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free pages by advice, and as macOS does."""
+    monkeypatch.setattr(row_tables, "ADVICE_FREES", request.param == "Linux")
+
 
 LAYERS, ROWS, HEADS, POSITIONS, DIM = 2, 5, 3, 900, 16
 PAGE = mmap.PAGESIZE
@@ -62,6 +71,7 @@ def test_a_row_takes_memory_for_its_tokens_only(dim: int) -> None:
     assert taken(*cache.tables) == bytes_of(1, dim) + bytes_of(300, dim)
 
 
+@pytest.mark.usefixtures("freeing")
 @pytest.mark.parametrize("dim", [16, 20, 80])
 def test_a_row_that_shrinks_frees_memory_and_keeps_its_first_slots(dim: int) -> None:
     cache = cache_of(dim=dim)
@@ -77,6 +87,20 @@ def test_a_row_that_shrinks_frees_memory_and_keeps_its_first_slots(dim: int) -> 
     cache.resize(2, 0)
     assert taken(*cache.tables) == 4 * bytes_of(POSITIONS, dim)
     assert not cache.keys[:, 2].any()
+
+
+@pytest.mark.usefixtures("freeing")
+def test_whole_pages_of_a_tensor_are_returned() -> None:
+    tensor = row_tables.zeros_by_page(4 * PAGE, dtype=torch.uint8, device="cpu").fill_(7)
+    row_tables.return_pages(tensor[PAGE - 1 : 3 * PAGE + 1])
+    assert taken(tensor) == 2 * PAGE
+    assert tensor.view(4, PAGE).sum(1).tolist() == [7 * PAGE, 0, 0, 7 * PAGE]
+
+
+def test_memory_that_is_not_freed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_tables, "_libc", lambda: SimpleNamespace(madvise=lambda *_: -1))
+    with pytest.raises(CapacityError, match=r"does not free .* bytes of the rows' caches"):
+        cache_of().erase_row(0)
 
 
 def test_writes_beyond_a_rows_end_take_no_memory_and_overwrite_nothing() -> None:

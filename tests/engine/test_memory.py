@@ -125,7 +125,7 @@ def test_the_start_line_says_why_rows_are_fewer(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["returned", "free"]
 
 
-@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+@pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_where_rows_grow_the_default_length_is_the_models_if_one_row_fits() -> None:
     """A length that nobody asked for gives rows no more memory than 4096 tokens each, or one of them its whole."""
     model, usual = ToyModel(max_positions=30_000), PLAIN.DEFAULT_MAX_MODEL_LEN

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import random
+import sys
 import time
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
     assert answers([output]) == plain_answers([(output, params)])
 
 
-@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+@pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_rows_that_share_a_prompt_fit_where_rows_of_their_own_do_not() -> None:
     target = model_of(3)
     options: dict[str, Any] = {"max_batch_size": ROWS, "max_model_len": LONGEST, "drafter": None}
@@ -165,10 +166,10 @@ def test_a_failed_rows_pages_are_cleared() -> None:
     for table in storage.tables:
         assert not table.isnan().any()
     beside = sum(math.prod(table.shape[1:3]) for table in storage.tables)  # pages of the system that row 1 shares
-    assert not GROWS or taken(*storage.tables) <= beside * mmap.PAGESIZE
+    assert sys.platform != "linux" or taken(*storage.tables) <= beside * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+@pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_a_prefix_whose_pages_a_row_shares_frees_none_of_them() -> None:
     """Of 16 pages a row has 8, a prefix has 6 and shares 5 of them, another has 5: the next row needs 5."""
     target = model_of(3)

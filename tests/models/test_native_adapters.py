@@ -164,7 +164,7 @@ def test_bits_depend_on_no_other_row_and_no_division_into_passes(
         assert torch.equal(logits_of(model, 1), alone[1])
 
 
-@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+@pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_preempted_rows_go_on_with_their_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows that become three pages long, in memory for four pages."""
     monkeypatch.setattr(slot_allocator, "STRETCH", 1)

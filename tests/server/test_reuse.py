@@ -129,7 +129,7 @@ def test_a_key_cannot_tell_what_another_keys_prompts_begin_with(keyed: tuple[Liv
     assert (cached_of("two") > 0) is shared
 
 
-@pytest.mark.skipif(not GROWS, reason="rows grow on Linux only")
+@pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_after_a_restart_a_key_finds_its_own_texts_in_files(tiny: str, tmp_path: Path) -> None:
     config = ServerConfig(port=0, served_model_name="tiny", api_keys=("one", "two"))
     prompt = "what the first key says, in more than the sixty-four tokens that are worth a file of their own"

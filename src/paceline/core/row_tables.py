@@ -1,8 +1,7 @@
-"""Tables that keep a vector for every token of every row. On Linux CPUs they use physical memory page by page.
+"""Tables that keep a vector for every token of every row. On CPUs under Linux and macOS they use memory page by page.
 
 Each row has address space for its maximum length. The system allocates a page when it is first written, and frees it on
-request (madvise(2), MADV_DONTNEED). A row is therefore contiguous at any length, and readers of a table need not know
-that rows grow.
+request. A row is therefore contiguous at any length, and readers of a table need not know that rows grow.
 """
 
 from __future__ import annotations
@@ -22,8 +21,11 @@ from paceline.core.eight_bits import stored, vector_width
 from paceline.core.pages import PAGE_POSITIONS, PagedVectors, blocks_for
 from paceline.errors import CapacityError
 
-GROWS = sys.platform == "linux"  # elsewhere a table's memory is allocated as a whole
-_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 does not name it
+GROWS = sys.platform in ("linux", "darwin")  # on Windows a table's memory is allocated as a whole
+# madvise(2): there MADV_DONTNEED frees pages, which then read as zeros. On macOS it only advises.
+ADVICE_FREES = sys.platform == "linux"
+_UNRESERVED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which Python 3.11 does not name
+_FIXED = 0x10  # MAP_FIXED, on Linux and macOS
 _GIB = 2**30
 
 
@@ -42,17 +44,38 @@ def zeros_by_page(*shape: int, dtype: torch.dtype, device: torch.device | str) -
 def return_pages(part: Tensor) -> None:
     """Free the whole pages of a contiguous part of a tensor of ``zeros_by_page``; they then read as zeros.
 
-    Does nothing where rows do not grow.
+    Does nothing where rows do not grow. Raises CapacityError if the system refuses.
     """
     page, start = mmap.PAGESIZE, part.data_ptr()
     first, stop = _up(start, page), (start + part.nbytes) // page * page
     if grows_on(part.device) and first < stop:
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_DONTNEED)
+        _free(first, stop - first)
+
+
+def _free(address: int, size: int) -> None:
+    """Free whole pages by advice, or by mapping new ones in their place; they then read as zeros."""
+    libc = _libc()
+    if ADVICE_FREES:
+        is_free = libc.madvise(address, size, mmap.MADV_DONTNEED) == 0
+    else:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        is_free = libc.mmap(address, size, access, _FIXED | _anonymous(), -1, 0) == address
+    if not is_free:
+        raise CapacityError(f"the system does not free {size} bytes of the rows' caches (error {ctypes.get_errno()})")
+
+
+def _anonymous() -> int:
+    """Flags of zeroed memory of this process."""
+    return mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED
 
 
 @cache
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.madvise.argtypes = (pointer, size, number)
+    libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_int64), pointer
+    return libc
 
 
 def _zeros_in(memory: mmap.mmap, dtype: torch.dtype) -> Tensor:
@@ -242,21 +265,21 @@ class _Pages:
         self._outer, self._rows, self._inner, width, dim = shape
         self._slot = dim * dtype.itemsize
         self._stripe = width * self._slot
-        self._memory = _reserve(math.prod(shape) * dtype.itemsize)
-        self.tensor = _zeros_in(self._memory, dtype).view(shape)
+        self.tensor = _zeros_in(_reserve(math.prod(shape) * dtype.itemsize), dtype).view(shape)
 
     def give_back(self, row: int, slots: int) -> None:
         """Free all of a row but its first ``slots`` slots. Freed slots read as zeros."""
         kept = _up(slots * self._slot, mmap.PAGESIZE)
+        start = self.tensor.data_ptr()
         if kept == self._stripe:
             return
         for outer in range(self._outer):
             first = (outer * self._rows + row) * self._inner
             if kept == 0:
-                self._memory.madvise(mmap.MADV_DONTNEED, first * self._stripe, self._inner * self._stripe)
+                _free(start + first * self._stripe, self._inner * self._stripe)
                 continue
             for stripe in range(first, first + self._inner):
-                self._memory.madvise(mmap.MADV_DONTNEED, stripe * self._stripe + kept, self._stripe - kept)
+                _free(start + stripe * self._stripe + kept, self._stripe - kept)
 
 
 def _reserve(size: int) -> mmap.mmap:
@@ -265,13 +288,13 @@ def _reserve(size: int) -> mmap.mmap:
     Raises CapacityError if the system refuses.
     """
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
+        memory = mmap.mmap(-1, size, flags=_anonymous())
     except (OSError, OverflowError, ValueError) as error:
         raise CapacityError(
             f"the system gives no {size / _GIB:.1f} GiB of address space for the rows' caches ({error}); lower "
             "max_batch_size or max_model_len, or look at `ulimit -v` and at vm.overcommit_memory"
         ) from error
-    with suppress(OSError):  # kernels without huge pages
+    with suppress(AttributeError, OSError):  # macOS, and kernels without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -139,8 +140,13 @@ def test_a_rank_that_does_not_answer_times_out(
 
 
 @contextmanager
-def begun(script: str, path: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """A separate program with LLM, PATH, OPTIONS, prompts, params and texts defined. It ends with the block."""
+def begun(
+    script: str, path: Path, *command: str, folder: Path | None = None, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A separate program with LLM, PATH, OPTIONS, prompts, params and texts defined. It ends with the block.
+
+    folder: its working directory. environment: in addition to this process's.
+    """
     head = f"""
         import signal
         import sys
@@ -154,7 +160,10 @@ def begun(script: str, path: Path, *command: str) -> Iterator[subprocess.Popen[s
     file = path / "program.py"
     file.write_text(textwrap.dedent(head) + textwrap.dedent(script))
     command = command or (sys.executable,)
-    with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True, env=_environment()) as program:
+    environment = _environment() | environment
+    with subprocess.Popen(
+        [*command, str(file)], stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+    ) as program:
         try:
             yield program
         finally:
@@ -233,6 +242,38 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
     assert first == str(expected), "and once: what stands behind LLM runs on rank 0 alone"
     assert "used by only one LLM" in second
     assert program.returncode == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "machines"), [pytest.param(ON_KERNELS, 1, id="int8"), pytest.param(IN_TORCH, 2, id="two machines")]
+)
+def test_ranks_of_any_launcher_find_each_other_from_different_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], machines: int
+) -> None:
+    """Ranks on two machines speak through a named interface."""
+    monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
+    path = write(toy("llama"), tmp_path / "model")
+    script = f"""
+        llm = LLM(PATH, tensor_parallel=2, **OPTIONS | {options})
+        print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)), flush=True)
+    """
+    launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // machines), "MASTER_ADDR": "127.0.0.1"}
+    launcher |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    with (
+        begun(script, path, folder=path, RANK="0", **launcher) as leader,
+        begun(script, path, folder=tmp_path, RANK="1", **launcher) as other,
+    ):
+        said, _ = leader.communicate(timeout=120)
+        assert (other.wait(SECONDS), leader.returncode) == (0, 0)
+    expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(20), use_tqdm=False)
+    assert said.strip() == str(texts(expected))
 
 
 @pytest.mark.slow
