@@ -279,11 +279,10 @@ def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
 
 def in_parts(length, sizes):
     """The length as a sum of these sizes, in turn; the last may be smaller."""
-    parts = []
-    for size in itertools.cycle(sizes):
-        if sum(parts) == length:
-            return parts
-        parts.append(min(size, length - sum(parts)))
+    parts, turn = [], itertools.cycle(sizes)
+    while (left := length - sum(parts)) > 0:
+        parts.append(min(left, next(turn)))
+    return parts
 
 
 # The shape and the cache's dtype decide how attention runs, the quantization how matrix products run.
