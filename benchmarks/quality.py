@@ -2,10 +2,12 @@
 
     python -m benchmarks.quality MODEL --precisions bfloat16,int8,int4
     python -m benchmarks.quality MODEL --precisions bfloat16,int8-cache --piece 4096
+    python -m benchmarks.quality MODEL --precisions bfloat16,fp8,fp8-weights
 
 The text is fed in pieces of ``--piece`` tokens, each on its own, so that every precision has the same contexts. The
 standard error is that of the paired difference: both precisions predict the same tokens and share most of their noise.
-The last line is one JSON document.
+fp8 is of weights and activations, fp8-weights of weights alone; without a GPU that has float8 its products are emulated
+(``benchmarks.float8``). The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
+from benchmarks.float8 import load_emulated
 from benchmarks.options import words
 from torch import Tensor
 
@@ -26,10 +29,12 @@ from paceline.cli.document import command_line, end
 from paceline.cli.options import DEFAULT_MODEL, Model
 from paceline.config import EngineOptions, SamplingParams
 from paceline.config.files import check_output, read_text
+from paceline.core.hardware import resolve_device
 from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.prefixes import common_prefix_length
 from paceline.errors import ParameterError
 from paceline.kernels.attention import BACKENDS
+from paceline.kernels.gpu.launch import has_fp8
 from paceline.llm import LLM
 from paceline.models.decoding.decoder import Decoder
 from paceline.tools.bench.measure import questions, run_batch
@@ -44,6 +49,8 @@ PRECISIONS: dict[str, EngineOptions] = {
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8-weights": {"dtype": "bfloat16", "quantization": "fp8", "deterministic": True},
     "int8-cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "fp8-cache": {"dtype": "bfloat16", "attention": "padded", "kv_cache_dtype": "fp8"},
 }
@@ -164,7 +171,7 @@ def measure(model: str, precisions: list[str], text: str, tokens: int, piece: in
     for precision in precisions:
         with working(f"{model} in {precision}"):
             options: EngineOptions = {"max_batch_size": 8, "max_model_len": 512, **PRECISIONS[precision]}
-            llm = LLM(model, use_tqdm=False, **options)
+            llm = load(model, options)
             ids = llm.requests.tokenizer.encode(text)[:tokens]
             if (used := len(ids)) < 2:
                 raise ParameterError("--text", f"{used} tokens", "a text of at least 2 tokens")
@@ -173,6 +180,20 @@ def measure(model: str, precisions: list[str], text: str, tokens: int, piece: in
             results.append(compare(precision, here, first, llm.engine.models.target.weight_bytes()))
             llm.close()
     return results, used
+
+
+def load(model: str, options: EngineOptions) -> LLM:
+    """Load a model. Without a GPU that has float8, products of float8 numbers are emulated."""
+    device = resolve_device("auto")
+    if options.get("quantization") != "fp8" or (device.type == "cuda" and has_fp8(device)):
+        return LLM(model, use_tqdm=False, **options)
+    rounds_rows = not options.get("deterministic", False)
+    on_cpu: EngineOptions = {
+        **options, "quantization": None, "deterministic": False, "attention": "padded", "device": "cpu"
+    }  # fmt: skip
+    llm = LLM(model, use_tqdm=False, **on_cpu)
+    llm.engine.models.target = load_emulated(model, rounds_rows=rounds_rows)
+    return llm.plain()
 
 
 def _table(results: list[Quality]) -> Sheet:

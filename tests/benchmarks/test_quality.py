@@ -41,14 +41,15 @@ def test_the_command_ends_with_one_json_document(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "tiny", byte_tokenizer(), seed=1)
     (tmp_path / "text").write_text("the of " * 40)
     options = ["--text", str(tmp_path / "text"), "--tokens", "30", "--output", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, [model, "--precisions", "float32,bfloat16", *options])
+    result = CliRunner().invoke(app, [model, "--precisions", "float32,bfloat16,fp8,fp8-weights", *options])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads((tmp_path / "out").read_text())
-    fp32, bf16 = document["results"]
+    fp32, bf16, fp8, fp8_weights = document["results"]
     assert fp32["perplexity_change"] == 0
     assert 0 < abs(bf16["perplexity_change"]) < 0.1
-    assert bf16["weight_bytes"] < fp32["weight_bytes"]
+    assert fp8["weight_bytes"] == fp8_weights["weight_bytes"] < bf16["weight_bytes"] < fp32["weight_bytes"]
+    assert len({each["perplexity"] for each in document["results"]}) == 4
 
 
 def test_two_tokens_have_no_standard_error_and_one_is_no_text(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from models.test_families import _written
 from paceline.kernels import native
 from paceline.kernels.experts import Routing, route
 from paceline.kernels.pack import Format, Weight
-from paceline.models.load.packed_file import VARIABLE, packed_file
+from paceline.models.load.packed_copy import VARIABLE
+from paceline.models.load.packed_file import packed_file
 from paceline.models.native.matrices import StoredMatrix
 from paceline.models.native.model import NativeModel, Quantization
 

@@ -43,6 +43,7 @@ SHAPES = {
     "experts": {"width": 100, "tied": False},
     "experts, every feature": {"bias": True, "window": 20},
     "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
+    "narrow values, gpt-oss": {"window": 20, "heads": 4, "kv_heads": 2, "head_dim": 48, "value_dim": 32},
     "latent": {"width": 100},
     "latent, experts": {},
     "in parallel": {"width": 100, "qk_norm": True, "bias": True, "tied": False},
@@ -129,8 +130,11 @@ def plain_forward(spec: NativeSpec, tokens):
             x = x + linear(heads, layer.attention_out)
             x = x + plain_mlp(layer, norm(x, layer.post_norm), linear)
             continue
-        heads = first.view(len(tokens), -1, spec.head_dim)
-        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        shape = spec.heads_of(layer)
+        counts = spec.heads, spec.kv_heads, spec.kv_heads
+        widths = spec.head_dim, spec.head_dim, shape.value_width
+        parts = first.split([count * width for count, width in zip(counts, widths, strict=True)], dim=1)
+        q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(parts, counts, strict=True))
         if layer.norm_after:
             q, k = norm(rotate(q, rotary), layer.q_norm), norm(rotate(k, rotary), layer.k_norm)
         else:
@@ -158,7 +162,7 @@ def plain_forward(spec: NativeSpec, tokens):
 
 def plain_latent(layer, first, linear, rotate):
     """The outputs of all heads of latent attention, with keys and values of their own, in plain float32 torch."""
-    latent, (heads, _, dim) = layer.latent, layer.heads
+    latent, (heads, _, dim, _) = layer.latent, layer.heads
     turned = latent.rotary_dim
     queries, vector, shared = first.split([first.shape[1] - dim, dim - turned, turned], 1)
 
@@ -279,9 +283,9 @@ def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
 
 def in_parts(length, sizes):
     """The length as a sum of these sizes, in turn; the last may be smaller."""
-    parts, turn = [], itertools.cycle(sizes)
+    parts, sizes = [], itertools.cycle(sizes)
     while (left := length - sum(parts)) > 0:
-        parts.append(min(left, next(turn)))
+        parts.append(min(next(sizes), left))
     return parts
 
 

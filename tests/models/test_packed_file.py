@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from model_support import NATIVE, VOCABULARY, packed, tiny
 from paceline import LLM, SamplingParams
 from paceline.errors import ParameterError
 from paceline.kernels import native
+from paceline.models.load import packed_copy, prepare
 from paceline.models.load import packed_file as module
-from paceline.models.load import prepare
 from paceline.models.load.packed_file import PackedFile, packed_file
 from paceline.models.load.prepare import ModelOptions
 from paceline.models.native.model import NativeModel, Quantization
@@ -47,7 +48,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of packed weights, in an empty cache that is turned on."""
-    monkeypatch.setenv(module.VARIABLE, "on")
+    monkeypatch.setenv(packed_copy.VARIABLE, "on")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "packed"
 
@@ -222,12 +223,12 @@ def test_a_link_to_a_checkpoint_finds_the_same_file(checkpoint: Path, tmp_path: 
     assert file_of(tmp_path / "link").load() is not None
 
 
-@pytest.mark.parametrize("what", ["LAYOUT_VERSION", "__version__"])
+@pytest.mark.parametrize(("where", "what"), [(module, "LAYOUT_VERSION"), (packed_copy, "__version__")])
 def test_another_version_warns_and_packs_again(
-    what: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: ModuleType, what: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(checkpoint).path
-    monkeypatch.setattr(module, what, "another")
+    monkeypatch.setattr(where, what, "another")
     assert file_of(checkpoint).load() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(path) in caplog.text
@@ -309,8 +310,8 @@ def test_a_damaged_header_is_replaced_with_a_warning(
 
 
 def test_large_weights_are_read_and_checked_in_blocks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 4096)
-    monkeypatch.setattr(module, "_READ_BYTES", 1024)
+    monkeypatch.setattr(packed_copy, "_BLOCK", 4096)
+    monkeypatch.setattr(packed_copy, "_READ_BYTES", 1024)
     written_file = written(checkpoint)
     read = written_file.load()
     assert read is not None
@@ -344,7 +345,7 @@ def test_a_full_disk_gives_one_warning_and_leaves_no_file(
 
     if when == "before":
         usage = shutil.disk_usage("/")._replace(free=10)
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
+        monkeypatch.setattr(packed_copy.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
     else:
         monkeypatch.setattr(module, "save_file", fail)
     assert answers(make(checkpoint))
@@ -372,10 +373,10 @@ def test_concurrent_reads_and_writes_are_safe(checkpoint: Path, folder: Path) ->
 
 
 def test_the_cache_can_be_turned_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.VARIABLE, "off")
+    monkeypatch.setenv(packed_copy.VARIABLE, "off")
     assert answers(make(checkpoint))
     assert not folder.exists()
-    monkeypatch.setenv(module.VARIABLE, "of")
+    monkeypatch.setenv(packed_copy.VARIABLE, "of")
     with pytest.raises(ParameterError, match="PACELINE_PACKED_CACHE='of' is not allowed: 'on' or 'off'"):
         make(checkpoint)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.float8 import EmulatedFloat8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,24 @@ def test_products_are_those_of_the_rounded_numbers(rows: int, biased: bool) -> N
     expected = expected if bias is None else expected + bias.float()
     torch.testing.assert_close(layer(x)[:, 0].float(), expected, atol=2e-2, rtol=1e-2)
     assert torch.equal(layer(RoundedRows.of(x[:, 0], values, scales)), layer(x)[:, 0])
+
+
+def test_the_emulation_on_cpus_rounds_as_the_products_do() -> None:
+    """``benchmarks.float8``: weights and, where torch's kernels multiply them, activations."""
+    for outputs, inputs, is_rounded in ((48, 64, True), (48, 60, False)):
+        weights = LinearWeights(torch.randn(outputs, inputs), torch.randn(outputs).bfloat16())
+        layer = Linears("fp8", rounds_rows=True)(weights)
+        emulated, of_weights = (EmulatedFloat8.of(weights, rounds_rows=rounds) for rounds in (True, False))
+        x = torch.randn(3, 1, inputs).bfloat16()
+        assert isinstance(layer, Float8Linear) == emulated.rounds_rows == is_rounded
+        if not is_rounded:
+            assert torch.equal(emulated(x), of_weights(x))
+            continue
+        values, scales = round_rows(x[:, 0])
+        expected = values.float() * scales @ emulated.numbers.T + weights.bias.float()
+        torch.testing.assert_close(emulated(x)[:, 0].float(), expected, atol=1e-3, rtol=2**-8)
+        torch.testing.assert_close(emulated(x).float(), layer(x).float(), atol=1e-3, rtol=2**-7)
+        assert not torch.equal(emulated(x), of_weights(x))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 60), (40, 64)])

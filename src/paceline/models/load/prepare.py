@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,9 @@ from paceline.models.description.spec import DecoderSpec
 from paceline.models.files.boundary import ResolvedSource, Source, name_of, reads_model
 from paceline.models.load.kept_matrices import unread_matrices
 from paceline.models.load.loading import describe_source, in_torch, open_checkpoint
+from paceline.models.load.packed_copy import PackedCopy
 from paceline.models.load.packed_file import packed_file
+from paceline.models.load.packed_matrices import packed_matrices, through_copy
 from paceline.models.native.matrices import Outcome
 from paceline.models.native.model import NativeModel
 from paceline.models.native.spec import obstacle_of
@@ -109,7 +112,10 @@ def _load(
     packs = obstacle is None and options.attention in ("auto", "native")
     begin(f"{'reading and packing' if packs else 'reading'} {name_of(source)}")
     if options.device.type == "cuda" and (options.quantization is not None or options.deterministic):
-        return _in_triton(checkpoint, name_of(source), options, tell)
+        copy = packed_matrices(source, options.quantization)
+        if copy is not None and copy.path.exists():
+            begin(f"reading the packed weights of {name_of(source)}")
+        return _in_triton(checkpoint, name_of(source), options, tell, copy)
     if options.attention in ("padded", "split", "ragged"):
         if options.quantization is not None:
             allowed = f"None with attention={options.attention!r}; or attention='auto'"
@@ -131,10 +137,12 @@ def _in_triton(
     name: str,
     options: ModelOptions,
     tell: Callable[[float], None] | None = None,
+    copy: PackedCopy | None = None,
 ) -> Transformer:
     """Read a model for Triton's matrix products, with weights of 8 or 4 bits or its own.
 
     checkpoint: None for a model of transformers' own code. name: of the model, for messages. tell: see ``load``.
+    copy: of its rounded matrices, which is read, or written.
     """
     device, quantization, deterministic = options.device, options.quantization, options.deterministic
     field, value = ("quantization", quantization) if quantization is not None else ("deterministic", deterministic)
@@ -153,7 +161,7 @@ def _in_triton(
         rounds_rows = quantization == "fp8" and options.dtype == torch.bfloat16 and not deterministic
         formats = quantization, HEAD_FORMATS[quantization]
         of_all = [Linears(to, deterministic=deterministic, rounds_rows=rounds_rows) for to in formats]
-        model = _quantised(checkpoint, options, of_all, tell)
+        model = _quantised(checkpoint, options, of_all, tell, copy)
     if isinstance(model.steps, TritonSteps):
         model.steps = TritonSteps(rounds=of_all[0].rounds_rows, deterministic=deterministic)
     if device.type == "cuda":
@@ -162,21 +170,27 @@ def _in_triton(
 
 
 def _quantised(
-    checkpoint: Checkpoint, options: ModelOptions, of_all: Sequence[Linears], tell: Callable[[float], None] | None
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    of_all: Sequence[Linears],
+    tell: Callable[[float], None] | None,
+    copy: PackedCopy | None,
 ) -> Transformer:
     """Read a model whose matrices are kept in 8 or 4 bits, one after the other.
 
     Loading takes the finished model and one matrix. of_all: makes the layers' matrices, and the output head.
+    copy: see ``_in_triton``.
     """
     from paceline.kernels.gpu.linear import Linears
 
     outcome = Outcome(tell)
-    weights, readers = unread_matrices(checkpoint, options.dtype, options.device, outcome)
+    weights, matrices = unread_matrices(checkpoint, options.dtype, options.device, outcome)
     linear, head = of_all
     exact = Linears("same", deterministic=True) if options.deterministic else dense
     experts = Linears(linear.to)  # their activations are not rounded
-    spec, name = checkpoint.spec, checkpoint.name
-    model = Transformer(spec, weights, name, linear=linear, head=head, experts=experts, exact=exact, readers=readers)
+    make = partial(Transformer, checkpoint.spec, weights, checkpoint.name, linear=linear, head=head)
+    with through_copy(copy, matrices, outcome) as readers:
+        model = make(experts=experts, exact=exact, readers=readers)
     rounded = "weights and activations" if linear.rounds_rows else "weights"
     model.precision = f"{options.quantization} {rounded}, {model.precision}"
     if text := str(outcome):
