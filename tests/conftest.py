@@ -22,6 +22,7 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests must not write to the user'
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
+import shared
 from paceline.engine.utilisation import arithmetic_of
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
@@ -67,6 +68,11 @@ with suppress(ImportError):  # triton is not on every platform
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _values_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    shared.use_folder_of(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

@@ -58,6 +58,7 @@ from recurrent_support import (
     tiny_native_recurrent,
     tiny_qwen3_5,
 )
+from shared import once
 from simulation import linear_costs
 from toy import (
     SHAPES,
@@ -304,7 +305,13 @@ needs_kernels = pytest.mark.skipif(not native.available(), reason=f"needs rounds
 
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
-    """Answers of plain decoding, one prompt per batch, in host rounds."""
+    """Answers of plain decoding, which one process of a run computes for all."""
+    shared: list[list[list[int]]] = once(f"plain, {model}, {family}", lambda: alone_in_host_rounds(model, family))
+    return shared
+
+
+def alone_in_host_rounds(model: str, family: str) -> list[list[list[int]]]:
+    """Answers of plain decoding, one prompt per batch."""
     alone = []
     for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
         engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
