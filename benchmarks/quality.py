@@ -188,8 +188,10 @@ def load(model: str, options: EngineOptions) -> LLM:
     if options.get("quantization") != "fp8" or (device.type == "cuda" and has_fp8(device)):
         return LLM(model, use_tqdm=False, **options)
     rounds_rows = not options.get("deterministic", False)
-    of_rest: EngineOptions = {"quantization": None, "deterministic": False, "attention": "padded", "device": "cpu"}
-    llm = LLM(model, use_tqdm=False, **{**options, **of_rest})
+    on_cpu: EngineOptions = {
+        **options, "quantization": None, "deterministic": False, "attention": "padded", "device": "cpu"
+    }  # fmt: skip
+    llm = LLM(model, use_tqdm=False, **on_cpu)
     llm.engine.models.target = load_emulated(model, rounds_rows=rounds_rows)
     return llm.plain()
 

@@ -11,12 +11,13 @@ siblings: n samples of one prompt: as one request, as one request without copyin
     copy from each other while they run at the same time, so n rows are needed.
 separate: n samples of one prompt, all equally long: as one request, as n requests at once and one after the other, with
     and without prefix reuse between requests. Each side starts with an empty cache.
-answers: requests whose drafts are copied from answers of their own request only, or of all requests so far. Prompts are
-    those of ``--set``; changes are twelve changes to one program. Each side starts with a new engine.
- --counts: acceptance counts instead
-    of times; with a number for -k they do not depend on timing. Sides take turns, the median of the repeats counts.
-    Prompts are computed once per sample or request, as in the engine. The last line of stdout is the result as one JSON
-    document.
+answers: requests whose drafts are copied from their own text only (prompt lookup), from the answers of their own
+    request, or of all requests so far. Prompts are those of ``--set``; changes are twenty changes to one program, turns
+    the same as the turns of one conversation. Each side starts with a new engine.
+
+--counts: acceptance counts instead of times; with a number for -k they do not depend on timing. Sides take turns, the
+median of the repeats counts. Prompts are computed once per sample or request, as in the engine. The last line of stdout
+is the result as one JSON document.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.parts import engine_line
 
 from paceline import LLM, SamplingParams
 from paceline.cli.document import end
@@ -43,7 +46,9 @@ CHANGES = (
     *("Add a docstring to every function.", "Add type hints.", "Rename the first function.", "Log each call."),
     *("Raise ValueError on empty input.", "Use f-strings.", "Sort the results.", "Remove all comments."),
     *("Add a parameter verbose=False to each function.", "Add a comment above each loop.", "Use early returns."),
-    "Make the names of variables longer.",
+    *("Make the names of variables longer.", "Make the names of variables shorter.", "Add a main function."),
+    *("Write all constants at the top.", "Add a type alias.", "Rename the last function.", "Add one more check."),
+    *("Add a doctest to the first function.", "Wrap lines at 79 characters."),
 )  # fmt: skip
 TIMES = {"seconds", "seconds_of_all", "ms_per_token", "speed_up", "speed_up_decoding"}
 
@@ -53,7 +58,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("edits", "siblings", "separate", "answers"))
     parser.add_argument("model")
-    parser.add_argument("--set", choices=(*SETS, "changes"), default="changes", help="prompts of answers")
+    parser.add_argument("--set", choices=(*SETS, "changes", "turns"), default="changes", help="prompts of answers")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="of the set: the first of the prompts")
@@ -69,6 +74,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if options.what in ("siblings", "separate") and options.rows < options.n:
         parser.error(f"--rows {options.rows}: siblings need a row each, {options.n} of them (--n)")
+    if options.set == "turns" and options.n > 1:
+        parser.error(f"--n {options.n}: a conversation goes on with one answer")
     return options
 
 
@@ -136,25 +143,44 @@ def separate(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]
 
 def answers(options: argparse.Namespace, llm: LLM, tasks: Sequence[BenchPrompt]) -> list[Side]:
     """The sides of ``answers``."""
-    prompts = [llm.tokens_of_chat(each.messages) for each in tasks]
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=1, n=options.n)
 
-    def call(keep_prefix: bool) -> BatchRun:
-        engine, each = llm.with_options(prefix_cache=True), replace(params, keep_prefix=keep_prefix)
+    def call(keep_prefix: bool, **given: Any) -> BatchRun:
+        engine, each = llm.with_options(prefix_cache=True, **given), replace(params, keep_prefix=keep_prefix)
+        if options.set == "turns":
+            return timed(lambda: conversation(engine, tasks, each))
+        prompts = [llm.tokens_of_chat(task.messages) for task in tasks]
         return timed(lambda: engine.generate(prompts, each, use_tqdm=False))
 
-    return [("of its own request", lambda: call(False)), ("of all requests", lambda: call(True))]
+    sides: list[Side] = [
+        ("own text", lambda: call(False, lookup_tokens=0)),
+        ("of its own request", lambda: call(False)),
+        ("of all requests", lambda: call(True)),
+    ]
+    return sides if options.n > 1 else [sides[0], sides[2]]  # a request with one answer has no others
+
+
+def conversation(llm: LLM, tasks: Sequence[BenchPrompt], params: SamplingParams) -> list[RequestOutput]:
+    """Ask for all tasks in one conversation, turn by turn."""
+    outputs: list[RequestOutput] = []
+    messages: list[Mapping[str, str]] = []
+    for task in tasks:
+        messages += task.messages
+        outputs += llm.generate([llm.tokens_of_chat(messages)], params, use_tqdm=False)
+        messages.append({"role": "assistant", "content": outputs[-1].outputs[0].text})
+    return outputs
 
 
 def prompts_of(options: argparse.Namespace) -> Sequence[BenchPrompt]:
     """The prompts of a run."""
     if options.what != "answers":
         return SETS["edits" if options.what == "edits" else "retrieval"]
-    if options.set != "changes":
+    if options.set in SETS:
         return SETS[options.set]
     program = max(EDITS, key=lambda edit: len(edit.code))
     asks = (f"{change} Answer with the whole file and nothing else." for change in CHANGES)
-    return [BenchPrompt(f"{ask}\n\n```{program.language}\n{program.code}```") for ask in asks]
+    file = f"\n\n```{program.language}\n{program.code}```"
+    return [BenchPrompt(ask + file * (number == 0 or options.set == "changes")) for number, ask in enumerate(asks)]
 
 
 def _seeds(params: SamplingParams, times: int, first: int = 0) -> list[SamplingParams]:
@@ -194,7 +220,7 @@ def main() -> None:
         num_speculative_tokens=length,
         max_batch_size=options.rows,
         quantization=options.quantization,
-        max_model_len=1024,
+        max_model_len=8192 if options.set == "turns" else 1024,
         prefix_cache=False,  # the time of prefill is part of the measurement
     )
     kinds = {"edits": edits, "siblings": siblings, "separate": separate, "answers": answers}
@@ -222,7 +248,7 @@ def main() -> None:
         "command": "python " + " ".join(sys.argv),
         "prompts": f"{len(tasks)} of {names.get(options.what, 'retrieval')}",
         "prompt_tokens": [len(llm.tokens_of_chat(each.messages)) for each in tasks],
-        "engine": llm.engine.describe(),
+        "engine": engine_line(llm),
         "machine": machine(llm.engine.threads),
         "versions": versions(),
         "results": results,

@@ -4,8 +4,10 @@ r"""The drafters of the related papers side by side, trained for equal time on t
     PYTHONPATH=src:. python -m benchmarks.related_drafters smollm2-135m --folder DIR --output FILE --times
 
 The first form trains each kind for ``--minutes``, 45 by default. Then it counts what the target accepts on six tasks,
-none of whose prompts were trained on. It may run once for each kind: DIR keeps the recorded answers and what was
-trained, FILE the results of all. A run that was killed goes on where it was. The second form needs a quiet machine. It
+none of whose prompts were trained on, and on held-out answers to prompts like those of the training. It may run once
+for each kind: DIR keeps the recorded answers and what was trained, FILE the results of all. A run that was killed goes
+on where it was. On a shared machine ``--epochs`` sets the work instead, a number for each of ``--kinds``; the results
+have the processor time that it took. The second form needs a quiet machine. It
 times drafts, and ``auto`` against plain decoding in turns, for the kinds that DIR holds: all tasks mixed, then open
 chat by itself.
 
@@ -80,6 +82,13 @@ def prepare(options: argparse.Namespace) -> None:
         write_text(file, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
+def amount_of_training(kind: str, options: argparse.Namespace) -> list[str]:
+    """The options of ``paceline train-draft`` that end the training of this kind."""
+    if options.epochs is None:
+        return ["--minutes", str(options.minutes)]
+    return ["--epochs", str(options.epochs[options.kinds.index(kind)])]
+
+
 def train(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one kind, or go on with it, and return what its report says."""
     directory = options.folder / kind
@@ -88,12 +97,13 @@ def train(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         (directory / "data").symlink_to(Path("..") / "data")
     line = [sys.executable, "-m", "paceline.cli.main", "train-draft", options.model, "--kind", kind, "--resume"]
     line += ["--output", str(directory), "--prompts", str(options.folder / "prompts.jsonl"), "--quantization", "int8"]
-    line += ["--tokens", str(options.tokens), "--minutes", str(options.minutes), "--evaluate-every", NOT_IN_TIME]
+    line += ["--tokens", str(options.tokens), *amount_of_training(kind, options), "--evaluate-every", NOT_IN_TIME]
     subprocess.run([*line, *options.training], check=True, stdout=subprocess.DEVNULL)
     report = json.loads((directory / "report.json").read_text())
     return {
         "minutes": report["seconds_of_training"] / 60,
         "cpu_seconds": report["cpu_seconds_of_training"],
+        "epochs": report["passes"] / report["data"]["tokens_made"],
         "steps": len(report["losses"]),
         "tokens_seen": report["passes"],
         "head": report["head"],
@@ -174,6 +184,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="the results, as one JSON document")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--minutes", type=float, default=45.0, help="training of each kind")
+    parser.add_argument("--epochs", type=float, nargs="+", help="epochs of each of --kinds, in place of --minutes")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="recorded tokens, at least")
     parser.add_argument("--prompts", type=int, default=20, help="prompts of each task")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -182,6 +193,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="with --times")
     options, training = parser.parse_known_args(words)
     options.training = training
+    if options.epochs is not None:
+        options.minutes = None
+        if len(options.epochs) != len(options.kinds):
+            parser.error("--epochs needs one number for each of --kinds")
     return options
 
 

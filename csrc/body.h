@@ -193,9 +193,9 @@ struct PagedVectors {
 };
 
 template <class T>
-inline PagedVectors<T> vectors_of(const Attention& a, const uint8_t* keys_or_values, RowHead of) {
-  return {reinterpret_cast<const T*>(keys_or_values) + static_cast<size_t>(of.kv_head) * a.head_stride,
-          a.pages + static_cast<size_t>(of.row) * a.blocks, a.page_stride, a.position_stride};
+inline PagedVectors<T> vectors_of(const Attention& a, const CacheVectors& v, RowHead of) {
+  return {reinterpret_cast<const T*>(v.data) + of.kv_head * v.head_stride, v.pages + static_cast<size_t>(of.row) * a.blocks,
+          static_cast<size_t>(v.page_stride), static_cast<size_t>(v.position_stride)};
 }
 
 // Rounds a vector to int8 by its own scale alone, so that no other token changes its bits, and stores both. A vector that
@@ -213,11 +213,19 @@ inline void store_scaled(const float* x, int dim, int8_t* out) {
   memcpy(out + dim, &scale, sizeof scale);
 }
 
-inline void write_cache(const Attention& a, uint8_t* cache, size_t offset, const float* x) {
-  if (a.element == kCacheInt8) return store_scaled(x, a.dim, reinterpret_cast<int8_t*>(cache) + offset);
-  for (int i = 0; i < a.dim; i += 16) {
-    if (a.element == kCacheBf16) store_bf16(reinterpret_cast<uint16_t*>(cache) + offset + i, load(x + i));
-    else store(reinterpret_cast<float*>(cache) + offset + i, load(x + i));
+// Where a token's vector lies in the cache.
+struct CachePlace {
+  int64_t row, slot;
+  int head;
+};
+
+inline void write_cache(const Attention& a, const CacheVectors& v, const CachePlace& to, const float* x, int dim) {
+  const int64_t page = v.pages[static_cast<size_t>(to.row) * a.blocks + static_cast<size_t>(to.slot / kPagePositions)];
+  const int64_t offset = page * v.page_stride + to.head * v.head_stride + to.slot % kPagePositions * v.position_stride;
+  if (a.element == kCacheInt8) return store_scaled(x, dim, reinterpret_cast<int8_t*>(v.data) + offset);
+  for (int i = 0; i < dim; i += 16) {
+    if (a.element == kCacheBf16) store_bf16(reinterpret_cast<uint16_t*>(v.data) + offset + i, load(x + i));
+    else store(reinterpret_cast<float*>(v.data) + offset + i, load(x + i));
   }
 }
 
@@ -251,15 +259,13 @@ inline void rotate_and_write(const Attention& a, const Rotary& rotary, int token
     if (a.balance) multiply(q, a.balance + head / (a.heads / a.kv_heads) * a.dim, a.dim);
   }
   const int64_t wanted = a.slots ? a.slots[token] : position;
-  const size_t slot = static_cast<size_t>(wanted < a.capacity ? wanted : a.capacity);
-  const size_t page = static_cast<size_t>(a.pages[static_cast<size_t>(row) * a.blocks + slot / kPagePositions]);
-  size_t offset = page * a.page_stride + slot % kPagePositions * a.position_stride;
-  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.dim, offset += a.head_stride) {
+  const int64_t slot = wanted < a.capacity ? wanted : a.capacity;
+  for (int head = 0; head < a.kv_heads; ++head, k += a.dim, v += a.value_dim) {
     turn(k, a.k_norm);
     if (a.balance) divide(k, a.balance + head * a.dim, a.dim);
-    if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.dim, a.epsilon}, a.dim, v);
-    write_cache(a, a.keys, offset, k);
-    if (a.values) write_cache(a, a.values, offset, v);
+    if (a.v_norm) apply_norm(v, Norm{a.v_norm, a.value_dim, a.epsilon}, a.value_dim, v);
+    write_cache(a, a.keys, {row, slot, head}, k, a.dim);
+    if (a.values.data) write_cache(a, a.values, {row, slot, head}, v, a.value_dim);
   }
 }
 

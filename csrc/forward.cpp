@@ -157,9 +157,8 @@ class Pass {
     if (s_.recurrent.kind) runs_ = runs_of(tokens, offset, cache, !out.hidden);
     if (s_.adapters) adapted_ = adapter_runs(tokens, cache.adapter_of);
     units_ = cut_into_units(tokens, std::max(1, kQueriesPerUnit / m_.queries_per_key));
-    if (m_.next_unit_.size() < m_.layers.size() * static_cast<size_t>(pool.teams())) {
-      m_.next_unit_ = std::vector<std::atomic<int>>(m_.layers.size() * static_cast<size_t>(pool.teams()));
-    }
+    const size_t counters = 2 * m_.layers.size() * static_cast<size_t>(pool.teams());  // of attention, then of recurrent layers
+    if (m_.next_unit_.size() < counters) m_.next_unit_ = std::vector<std::atomic<int>>(counters);
     for (auto& next : m_.next_unit_) next.store(0, std::memory_order_relaxed);
   }
 
@@ -236,21 +235,39 @@ class Pass {
 
   void run_layer(size_t index, int thread, Stopwatch& watch) const {
     const Layer& layer = m_.layers[index];
-    if (layer.qkv.weights) run_mixer(layer, index, thread, watch);
+    run_mixers(layer, index, thread, watch);
     if (ends_with(index)) return;
     if (layer.experts || layer.gate_up.weights) run_mlp(layer, thread, watch);
     if (layer.input) add_token_input(layer, index, thread, watch);
   }
 
-  void run_mixer(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
+  // The layer's parts that look at other tokens. All read the layer's input before anything is added to it.
+  void run_mixers(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const bool last = ends_with(index);
-    const int mixed = layer.recurrent ? s_.recurrent.output_width() : layer.attended ? layer.attended[s_.ranks->count] : layer.heads * (layer.latent ? layer.latent->value_dim : layer.dim);
-    clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
     if (layer.recurrent) run_recurrent(layer, index, thread, watch);
-    else if (layer.latent) run_latent(layer, index, last, thread, watch);
-    else run_attention(layer, index, last, thread, watch);
+    if (layer.qkv.weights) mix(layer, index, last, thread, watch);
     if (last) return;
     if (layer.parallel) read_input(layer, thread, watch);
+    if (layer.recurrent) add_recurred(layer, thread, watch);
+    if (layer.qkv.weights) add_attended(layer, thread, watch);
+  }
+
+  // Keys and values of a layer's attention and, unless `keys_alone`, what its second matrix reads.
+  void mix(const Layer& layer, size_t index, bool keys_alone, int thread, Stopwatch& watch) const {
+    const int mixed = layer.attended ? layer.attended[s_.ranks->count] : layer.heads * (layer.latent ? layer.latent->value_dim : layer.value_dim);
+    clear_padding(m_.attended_, layer.attention_out.inputs, mixed, thread);
+    if (layer.latent) run_latent(layer, index, keys_alone, thread, watch);
+    else run_attention(layer, index, keys_alone, thread, watch);
+  }
+
+  void add_recurred(const Layer& layer, int thread, Stopwatch& watch) const {
+    const Linear& second = layer.recurrent->second;
+    const auto input = prepare(m_.recurred_.as<float>(), second.inputs, nullptr, second, thread);
+    watch.lap(kPrepare);
+    add(second, input, layer.attention_out_norm, thread, watch);
+  }
+
+  void add_attended(const Layer& layer, int thread, Stopwatch& watch) const {
     const auto input = prepare(m_.attended_.as<float>(), layer.attention_out.inputs, nullptr, layer.attention_out, thread);
     const Changes changes = change(layer.changes[kChangedAttentionOut], m_.attended_.as<float>(), nullptr, layer.attention_out, thread);
     watch.lap(kPrepare);
@@ -494,18 +511,19 @@ class Pass {
   // The states of the recurrent layers, and their outputs.
   void run_recurrent(const Layer& layer, size_t index, int thread, Stopwatch& watch) const {
     const Norm first = norm(layer.input_norm);
-    const RecurrentCall call = describe_recurrent(layer);
+    const Recurrent& weights = *layer.recurrent;
+    const RecurrentCall call = describe_recurrent(weights);
     const auto project = [&](const Linear& linear, const Buffer& out, size_t stride) {
       const auto input = prepare(m_.residual_.as<float>(), m_.padded_width, &first, linear, thread);
       watch.lap(kPrepare);
       multiply(linear, input, Epilogue::kStore, out.as<float>(), stride, thread);
       watch.lap(kProducts);
     };
-    project(layer.qkv, m_.qkv_, call.mixed_stride);
-    if (call.shape.gates) project(layer.recurrent->gates, m_.gates_, call.gates_stride);
+    project(weights.first, m_.qkv_, call.mixed_stride);
+    if (call.shape.gates) project(weights.gates, m_.gates_, call.gates_stride);
     float* scratch = m_.scratch_[static_cast<size_t>(thread)]->recurrent.as<float>();
     const int count = static_cast<int>(runs_.size()) * call.parts;
-    std::atomic<int>& next = m_.next_unit_[index * static_cast<size_t>(pool_.teams())];
+    std::atomic<int>& next = m_.next_unit_[(m_.layers.size() + index) * static_cast<size_t>(pool_.teams())];
     for (int i = next++; i < count; i = next++) {
       k_.recurrent(call, runs_[static_cast<size_t>(i / call.parts)], i % call.parts, scratch);
     }
@@ -526,26 +544,26 @@ class Pass {
     return s.key_heads * (s.kind == kDeltaNet ? 1 : (shared + kHeadsOfPart - 1) / kHeadsOfPart);
   }
 
-  RecurrentCall describe_recurrent(const Layer& layer) const {
+  RecurrentCall describe_recurrent(const Recurrent& weights) const {
     const RecurrentShape& s = s_.recurrent;
-    const int64_t slots = layer.place * cache_.rows;
+    const int64_t slots = weights.place * cache_.rows;
     RecurrentCall call{};
     call.shape = s;
     call.parts = parts_of(s);
-    call.conv = layer.recurrent->conv;
-    call.rate = layer.recurrent->rate;
-    call.bias = layer.recurrent->bias;
-    call.norm = layer.recurrent->norm;
-    call.conv_bias = layer.recurrent->conv_bias;
-    call.skip = layer.recurrent->skip;
-    call.epsilon = layer.recurrent->epsilon;
-    call.least_step = layer.recurrent->least_step;
+    call.conv = weights.conv;
+    call.rate = weights.rate;
+    call.bias = weights.bias;
+    call.norm = weights.norm;
+    call.conv_bias = weights.conv_bias;
+    call.skip = weights.skip;
+    call.epsilon = weights.epsilon;
+    call.least_step = weights.least_step;
     call.mixed = m_.qkv_.as<float>();
     call.mixed_stride = static_cast<size_t>(m_.padded_qkv);
     call.gates = m_.gates_.as<float>();
     call.gates_stride = static_cast<size_t>(padded(s.gates, kPanel));
-    call.out = m_.attended_.as<float>();
-    call.out_stride = static_cast<size_t>(layer.attention_out.inputs);
+    call.out = m_.recurred_.as<float>();
+    call.out_stride = static_cast<size_t>(weights.second.inputs);
     call.state = cache_.state + slots * s.state;
     call.tail = cache_.tail + slots * (s.taps - 1) * s.channels;
     call.inputs = cache_.inputs + slots * cache_.window * s.input_width();
@@ -587,12 +605,12 @@ class Pass {
     attention.qkv_stride = absorbed_width(layer);
     write_latent_keys(layer, attention, thread);
     if (!keys_alone) absorb(layer, attention, thread, watch);
-    uint8_t* const values = attention.values;
-    attention.values = nullptr;  // they are written with the keys
+    uint8_t* const values = attention.values.data;
+    attention.values.data = nullptr;  // they are written with the keys
     rotate(layer, attention, thread);
     watch.lap(kRotary);
     if (keys_alone) return;
-    attention.values = values;
+    attention.values.data = values;
     attention.out = m_.mixed_.as<float>();
     attention.out_stride = static_cast<size_t>(layer.heads * latent.rank);
     share_key(attention);
@@ -701,7 +719,7 @@ class Pass {
     int groups = 1;
     while (groups < attention.heads && (attention.heads % groups || attention.heads / groups > kMaxQueries || groups < wanted)) ++groups;
     attention.kv_heads = groups;
-    attention.head_stride = 0;
+    attention.keys.head_stride = attention.values.head_stride = 0;
   }
 
   void embed(int thread) const {
@@ -894,9 +912,13 @@ class Pass {
     }
   }
 
+  CacheVectors of_layer(CacheVectors vectors, const Layer& layer) const {
+    vectors.data += layer.place * vectors.layer_stride * bytes_of(cache_.element);
+    return vectors;
+  }
+
   Attention describe(const Layer& layer) const {
     const KVTable& table = cache_.tables[layer.table];
-    const size_t offset = static_cast<size_t>(layer.place) * static_cast<size_t>(table.layer_stride * bytes_of(cache_.element));
     Attention a{};
     a.qkv = m_.qkv_.as<float>();
     a.qkv_stride = static_cast<size_t>(m_.padded_qkv);
@@ -906,21 +928,14 @@ class Pass {
     a.slots = tokens_.slots;
     a.ends = layer.looks_ahead ? tokens_.ends : nullptr;
     a.paths = paths_;
-    a.keys = table.keys + offset;
-    a.values = table.values ? table.values + offset : nullptr;
-    a.page_stride = static_cast<size_t>(table.page_stride);
-    a.head_stride = static_cast<size_t>(table.head_stride);
-    a.position_stride = static_cast<size_t>(table.position_stride);
+    a.keys = of_layer(table.keys, layer);
+    a.values = layer.latent ? a.keys : of_layer(table.values, layer);
     a.element = cache_.element;
     a.heads = layer.heads;
     a.kv_heads = layer.kv_heads;
     a.dim = layer.dim;
-    a.value_dim = layer.dim;
-    if (layer.latent) {
-      a.value_dim = layer.latent->rank;
-      a.values = a.keys + layer.latent->rotary_dim * bytes_of(cache_.element);
-    }
-    a.pages = table.pages;
+    a.value_dim = layer.latent ? layer.latent->rank : layer.value_dim;
+    if (layer.latent) a.values.data += layer.latent->rotary_dim * bytes_of(cache_.element);
     a.blocks = blocks_for(cache_.capacity);
     a.capacity = cache_.capacity;
     a.window = layer.window;
@@ -929,7 +944,7 @@ class Pass {
     a.k_norm = layer.k_norm;
     a.v_norm = layer.v_norm;
     a.epsilon = s_.epsilon;
-    a.gates = layer.gated ? static_cast<size_t>((layer.heads + 2 * layer.kv_heads) * layer.dim) : 0;
+    a.gates = layer.gated ? static_cast<size_t>((layer.heads + layer.kv_heads) * layer.dim + layer.kv_heads * layer.value_dim) : 0;
     a.norm_all = layer.norm_all != 0;
     a.sinks = layer.sinks;
     a.norm_after = layer.norm_after != 0;
@@ -970,7 +985,7 @@ void Model::grow_latent(const Layer& layer, int tokens) {
 
 void Model::grow(int threads, int tokens) {
   const size_t n = static_cast<size_t>(tokens) * sizeof(float);
-  int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_activated,
+  int widest = std::max({padded_width * (spec.fusion ? 2 : 1), padded_attention, padded_recurred, padded_activated,
                                spec.fusion ? spec.fusion->fuse.inputs : 0});
   if (spec.fusion) joined_.grow(n * static_cast<size_t>(std::max(2 * padded_width, spec.fusion->fuse.inputs)));
   residual_.grow(n * static_cast<size_t>(padded_width));
@@ -978,6 +993,7 @@ void Model::grow(int threads, int tokens) {
   qkv_.grow(n * static_cast<size_t>(padded_qkv));
   gates_.grow(n * static_cast<size_t>(padded(spec.recurrent.gates, kPanel)));
   attended_.grow(n * static_cast<size_t>(padded_attention));
+  recurred_.grow(n * static_cast<size_t>(padded_recurred));
   activated_.grow(n * static_cast<size_t>(padded_activated));
   for (const Layer& layer : layers) {
     if (layer.experts) experts_->grow(*layer.experts, threads, tokens, padded_width);
@@ -1002,8 +1018,9 @@ void Model::grow(int threads, int tokens) {
   for (auto& scratch : scratch_) {
     int narrowest = padded_width;
     for (const Layer& layer : layers) {
-      const int others[] = {layer.input ? layer.input->out.inputs : 0, layer.latent ? layer.latent->query_up.inputs : 0};
-      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1]}) {
+      const int others[] = {layer.input ? layer.input->out.inputs : 0, layer.latent ? layer.latent->query_up.inputs : 0,
+                            layer.recurrent ? layer.recurrent->second.inputs : 0};
+      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1], others[2]}) {
         if (inputs) narrowest = std::min(narrowest, inputs);  // a mixture may have no MLP of one width
       }
     }

@@ -107,6 +107,13 @@ struct RowHead {
   int kv_head;
 };
 
+// Keys or values of the layers of one shape, or of one layer: PagedVectors of src/paceline/core/pages.py.
+struct CacheVectors {
+  uint8_t* data;         // by layer, page, head and position of the page; or null
+  const int32_t* pages;  // [row][blocks_for(capacity)]: the page of each block of kPagePositions positions
+  int64_t layer_stride, page_stride, head_stride, position_stride;  // in elements
+};
+
 // One layer's attention over the shared cache.
 struct Attention {
   float* qkv;  // [tokens][qkv_stride]: all heads of q, then of k, then of v
@@ -117,11 +124,8 @@ struct Attention {
   const int64_t* slots;  // null: equal to positions
   const int64_t* ends;   // per token, the last position that it sees; null: its own
   const Path* paths;     // per token; null: keys lie at their positions
-  uint8_t* keys;         // of this layer: [page][head][position of the page][dim]
-  uint8_t* values;       // with the keys' strides; null in rotate_and_write: none are written
-  size_t page_stride, head_stride, position_stride;  // in elements
-  const int32_t* pages;  // [row][blocks]: the page of each block of kPagePositions positions
-  size_t blocks;
+  CacheVectors keys, values;  // of this layer; without values in rotate_and_write: none are written
+  size_t blocks;              // of a row's pages
   int32_t element;  // CacheElement
   int heads, kv_heads, dim;
   int value_dim;     // width of a value

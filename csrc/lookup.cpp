@@ -53,6 +53,7 @@ class Texts {
   explicit Texts(int64_t most) : most_(most) {}
 
   int64_t held() const { return held_; }
+  int64_t count() const { return static_cast<int64_t>(texts_.size()); }
   bool has_forgotten(int64_t number) const { return number < oldest_; }
   int64_t size(int64_t number) const {
     return oldest_ <= number && number < end() ? static_cast<int64_t>(at(number).tokens.size()) : 0;
@@ -68,6 +69,14 @@ class Texts {
     }
     held_ += count;
     while (held_ > most_ && texts_.size() > 1) forget_oldest();
+  }
+
+  // Copies all tokens, text after text, and the number of each text's.
+  void copy(int32_t* tokens, int64_t* sizes) const {
+    for (const Text& text : texts_) {
+      tokens = std::copy(text.tokens.begin(), text.tokens.end(), tokens);
+      *sizes++ = static_cast<int64_t>(text.tokens.size());
+    }
   }
 
   // The longest match, if it is longer than `best`, which stands in other texts. Among equally long ones the latest that goes on
@@ -282,6 +291,9 @@ PL_EXPORT NewObject<Texts> pl_texts_new(int64_t most) { return made<Texts>(most)
 PL_EXPORT void pl_texts_free(Texts* texts) { delete texts; }
 PL_EXPORT int64_t pl_texts_held(const Texts* texts) { return texts->held(); }
 PL_EXPORT int64_t pl_texts_size(const Texts* texts, int64_t number) { return texts->size(number); }
+PL_EXPORT int64_t pl_texts_count(const Texts* texts) { return texts->count(); }
+// All texts that were not forgotten, the oldest first. tokens: [pl_texts_held]; sizes: [pl_texts_count], tokens of each text.
+PL_EXPORT void pl_texts_copy(const Texts* texts, int32_t* tokens, int64_t* sizes) { texts->copy(tokens, sizes); }
 PL_EXPORT Problem pl_texts_append(Texts* texts, int64_t number, const int64_t* tokens, int64_t count) {
   return guarded([&] { texts->append(number, tokens, count); });
 }

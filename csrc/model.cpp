@@ -27,7 +27,7 @@ const char* problem_with_pages(const Tokens& fed, const Cache& cache) {
   for (int i = fed.read; cache.references && i < fed.count; ++i) {
     const int64_t slot = fed.slots ? fed.slots[i] : fed.positions[i];
     if (slot >= cache.capacity) continue;
-    if (cache.references[cache.tables[0].pages[fed.rows[i] * blocks + slot / kPagePositions]] != 1) return "a token's page is missing or shared";
+    if (cache.references[cache.tables[0].keys.pages[fed.rows[i] * blocks + slot / kPagePositions]] != 1) return "a token's page is missing or shared";
   }
   return nullptr;
 }
@@ -97,9 +97,11 @@ int widest(const std::vector<Layer>& layers, Measure measure) {
   return found;
 }
 
+static bool writes_nothing(const Layer& layer) { return layer.reads_only && !layer.recurrent; }
+
 static int last_writer_of(const std::vector<Layer>& layers) {
   int last = static_cast<int>(layers.size()) - 1;
-  while (last > 0 && layers[static_cast<size_t>(last)].reads_only) --last;
+  while (last > 0 && writes_nothing(layers[static_cast<size_t>(last)])) --last;
   return last;
 }
 
@@ -119,13 +121,14 @@ Model::Model(const ModelSpec& s, const Kernels& k)
       kernels(k),
       layers(s.layers, s.layers + s.layer_count),
       padded_width(padded(s.width, kInputMultiple)),
-      padded_qkv(widest(layers, [](const Layer& layer) { return padded(layer.qkv.outputs, kPanel); })),
+      padded_qkv(widest(layers, [](const Layer& layer) { return padded(std::max(layer.qkv.outputs, layer.recurrent ? layer.recurrent->first.outputs : 0), kPanel); })),
       padded_attention(widest(layers, [](const Layer& layer) { return layer.attention_out.inputs; })),
+      padded_recurred(widest(layers, [](const Layer& layer) { return layer.recurrent ? layer.recurrent->second.inputs : 0; })),
       padded_activated(widest(layers, [](const Layer& layer) { return std::max(layer.down.inputs, layer.input ? layer.input->out.inputs : 0); })),
-      widest_dim(widest(layers, [](const Layer& layer) { return layer.dim; })),
+      widest_dim(widest(layers, [](const Layer& layer) { return std::max(layer.dim, layer.value_dim); })),
       queries_per_key(widest(layers, [](const Layer& layer) { return layer.heads / layer.kv_heads; })),
       last_writer(last_writer_of(layers)),
-      reads_only(std::all_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.reads_only != 0; })),
+      reads_only(std::all_of(layers.begin(), layers.end(), writes_nothing)),
       widest_rank(widest_of_changes(s, &LowRank::down)),
       widest_change(widest_of_changes(s, &LowRank::up)),
       next_unit_(static_cast<size_t>(s.layer_count)),

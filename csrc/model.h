@@ -13,13 +13,15 @@
 
 namespace paceline {
 
-// The small weights of a recurrent layer. qkv is its first matrix: of a gated delta net and Mamba-2, channels and the gates
-// of its output; of a short convolution, B, C and x. Fields that a kind does not have are null.
+// A recurrent layer. Its first matrix gives, of a gated delta net and Mamba-2, channels and the gates of its output; of a
+// short convolution, B, C and x. Fields that a kind does not have are null.
 struct Recurrent {
+  Linear first, second;
   Linear gates;       // of a gated delta net: rows of beta, then of the decay; of Mamba-2: of the steps; else without weights
   const float* conv;  // [taps][channels]
   const float *rate, *bias, *norm, *conv_bias, *skip;  // see RecurrentCall
   float epsilon, least_step;        // of the norm; the least step of Mamba-2
+  int32_t place;                    // of its state, among the layers with states
 };
 
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSilu = 2, kGelu = 3, kRelu = 4, kRelu2 = 5, kXielu = 6 };
@@ -88,7 +90,7 @@ struct BlockConv {
 enum Changed { kChangedQkv, kChangedAttentionOut, kChangedGateUp, kChangedDown, kChangedLayers };
 
 struct Layer {
-  Linear qkv, attention_out, gate_up, down;  // without weights where the layer has no mixer, or no MLP of all tokens
+  Linear qkv, attention_out, gate_up, down;  // without weights where the layer has no attention, or no MLP of all tokens
   // Norms of the hidden states, behind whose weights lie their biases if they are layer norms.
   const float* input_norm;  // before attention, or null
   const float* post_norm;   // before the MLP, or null
@@ -103,12 +105,12 @@ struct Layer {
   float scale;          // of attention
   int32_t norm_all;     // whether q_norm and k_norm are over all heads together
   int32_t activation;   // Activation
-  const Recurrent* recurrent;  // null: attention
+  const Recurrent* recurrent;  // in place of attention or beside it, where both read the same and both are added; or null
   int32_t gated;       // whether qkv ends with the gates of attention's output
-  int32_t place;       // in its table of the cache, or among the layers with states
+  int32_t place;       // in its table of the cache
   int32_t table;       // of the cache
   int32_t reads_only;  // whether an earlier layer writes its keys and values; qkv then has queries only
-  int32_t heads, kv_heads, dim;
+  int32_t heads, kv_heads, dim, value_dim;  // widths of a query and of a value
   int32_t looks_ahead;  // whether a token of a block sees those behind it (Tokens::ends)
   const float* v_norm;      // [dim], or null
   const TokenInput* input;  // or null
@@ -309,11 +311,8 @@ struct RoundCall {
 
 // Keys and values of the layers of one shape.
 struct KVTable {
-  uint8_t* keys;    // by layer, page, head and position of the page: [dim]
-  uint8_t* values;  // or null: a value is the last elements of its key
-  const int32_t* pages;  // [row][blocks_for(capacity)]: the page of each block of kPagePositions positions
-  int64_t layer_stride, page_stride, head_stride, position_stride;  // in elements
-  int64_t layers, heads, dim;
+  CacheVectors keys, values;  // without values: a value is the last elements of its key
+  int64_t layers, heads;
 };
 
 struct Cache {
@@ -405,7 +404,7 @@ class Model {
   const ModelSpec spec;
   const Kernels& kernels;
   const std::vector<Layer> layers;
-  const int padded_width, padded_qkv, padded_attention, padded_activated;
+  const int padded_width, padded_qkv, padded_attention, padded_recurred, padded_activated;
   const int widest_dim, queries_per_key;  // of all layers
   const int last_writer;                  // the last layer that writes keys, values or a state
   const bool reads_only;                  // whether all layers read another model's keys: a row's tokens may then share a position
@@ -421,6 +420,7 @@ class Model {
 
   std::mutex one_call_at_a_time_;
   Buffer joined_, residual_, branch_, qkv_, gates_, attended_, activated_, padded_hidden_, vectors_;
+  Buffer recurred_;  // what the second matrices of recurrent layers read
   Buffer normed_, ranks_, changes_;  // of tokens with adapters
   Buffer vectors_of_queries_, queries_, absorbed_, mixed_;  // of latent attention
   Quantised by_head_;                                       // its rows, head after head

@@ -486,16 +486,13 @@ std::vector<Move> moves_of(const RoundCall& call) {
 }
 
 // Reference implementation: RowTables.keep in src/paceline/core/row_tables.py.
-void move_in_layer(const KVTable& t, int64_t blocks, int64_t layer, int64_t item, const std::vector<Move>& moves) {
-  const auto offset = [&](const Move& move, int64_t position, int64_t head) {
-    const int64_t page = t.pages[move.row * blocks + position / kPagePositions];
-    return (layer * t.layer_stride + page * t.page_stride + head * t.head_stride + position % kPagePositions * t.position_stride) * item;
+void move_in_layer(const CacheVectors& v, int64_t blocks, int64_t layer, int64_t heads, int64_t item, const std::vector<Move>& moves) {
+  const auto at = [&](const Move& move, int64_t position, int64_t head) {
+    const int64_t page = v.pages[move.row * blocks + position / kPagePositions];
+    return v.data + (layer * v.layer_stride + page * v.page_stride + head * v.head_stride + position % kPagePositions * v.position_stride) * item;
   };
-  for (int64_t head = 0; head < t.heads; ++head) {
-    for (const Move& move : moves) {
-      const int64_t to = offset(move, move.to, head), from = offset(move, move.from, head);
-      for (uint8_t* table : {t.keys, t.values}) if (table) std::memcpy(table + to, table + from, static_cast<size_t>(t.position_stride * item));
-    }
+  for (int64_t head = 0; head < heads; ++head) {
+    for (const Move& move : moves) std::memcpy(at(move, move.to, head), at(move, move.from, head), static_cast<size_t>(v.position_stride * item));
   }
 }
 
@@ -504,7 +501,10 @@ void move_keys_and_values(Pool& pool, const Cache& cache, const std::vector<Move
   in_parallel(pool, [&](int thread) {
     for (const KVTable* table = cache.tables; table < cache.tables + cache.table_count; ++table) {
       const Share share(static_cast<int>(table->layers), thread, pool.threads());
-      for (int64_t layer = share.first; layer < share.last; ++layer) move_in_layer(*table, blocks, layer, bytes_of(cache.element), moves);
+      for (const CacheVectors& vectors : {table->keys, table->values}) {
+        if (!vectors.data) continue;
+        for (int64_t layer = share.first; layer < share.last; ++layer) move_in_layer(vectors, blocks, layer, table->heads, bytes_of(cache.element), moves);
+      }
     }
   });
 }
@@ -516,7 +516,7 @@ void move_inputs(const Model& model, const Cache& cache, const std::vector<Move>
     if (!layer.recurrent) continue;
     for (const Move& move : moves) {
       const int64_t slot = move.row, base = cache.base[slot];
-      float* inputs = cache.inputs + static_cast<size_t>((layer.place * cache.rows + slot) * cache.window) * width;
+      float* inputs = cache.inputs + static_cast<size_t>((layer.recurrent->place * cache.rows + slot) * cache.window) * width;
       std::memcpy(inputs + static_cast<size_t>(move.to - base) * width, inputs + static_cast<size_t>(move.from - base) * width, sizeof(float) * width);
     }
   }

@@ -39,9 +39,10 @@ Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assi
 
 
 def _hasten_tritons_interpreter() -> None:
-    """Patch Triton's language once a process for each function, and keep numpy's types by Triton's.
+    """Patch Triton's language once a process for each function, keep numpy's types by Triton's, compute sums once.
 
-    By itself the interpreter patches the language at every call of a function from a kernel: a third of its time.
+    By itself the interpreter patches the language at every call of a function from a kernel, a third of its time. In
+    another third it computes sums and products again in 64 bits, for assertions that are off without ``debug``.
     """
     from triton.runtime import interpreter
 
@@ -55,6 +56,7 @@ def _hasten_tritons_interpreter() -> None:
         return np.dtype(np.uint64) if triton_type.scalar.is_ptr() else numpy_type(triton_type.scalar)
 
     interpreter._patch_lang, interpreter._get_np_dtype = patched, numpy_type_of
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
 with suppress(ImportError):  # triton is not on every platform

@@ -220,13 +220,9 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _turned(x: Tensor, position: int, theta: float) -> Tensor:
     half = x.shape[-1] // 2
-    out = x.clone()
-    for pair in range(half):
-        angle = torch.tensor(position * theta ** (-pair / half))
-        a, b = x[..., pair], x[..., pair + half]
-        out[..., pair] = a * angle.cos() - b * angle.sin()
-        out[..., pair + half] = b * angle.cos() + a * angle.sin()
-    return out
+    angles = torch.tensor([position * theta ** (-pair / half) for pair in range(half)])
+    a, b = x.split(half, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
 
 class Reading:
@@ -293,11 +289,11 @@ class Reading:
         self.kept[index].append((_turned(k, position, self.theta), v))
         q = _turned(q, position, self.theta)
         out, seen = [], self.kept[index][-self.window :]
+        all_keys, all_values = (torch.stack(list(each)) for each in zip(*seen, strict=True))
         for head in range(HEADS):
             group = head * KV_HEADS // HEADS
-            scores = torch.stack([q[head] @ keys[group] for keys, _ in seen]) / dim**0.5
-            values = torch.stack([values[group] for _, values in seen])
-            out.append(scores.softmax(0) @ values)
+            scores = all_keys[:, group] @ q[head] / dim**0.5
+            out.append(scores.softmax(0) @ all_values[:, group])
         return self.t[f"{name}.o_proj.weight"] @ torch.cat(out)
 
     def forget(self, places: int) -> None:

@@ -158,6 +158,16 @@ _ROUTED = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2, "norm_topk_prob": True,
 }  # fmt: skip
 _NAMED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1}
+_MIMO: dict[str, Any] = {
+    "head_dim": 8,
+    "v_head_dim": 6,
+    "sliding_window": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_routed_experts": 6,
+}
+_MIMO |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8}
+_MIMO |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 _LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
 NATIVE |= {
     "mixtral": ("mixtral", _LLAMA | _LOCAL),
@@ -176,6 +186,7 @@ NATIVE |= {
     "dots1": ("dots1", _LLAMA | _ROUTED | {"head_dim": 8, "sliding_window": None}),
     "exaone_moe": ("exaone_moe", _LLAMA | _NAMED | {"sliding_window": 4, "n_group": 1}),
     "hy_v3": ("hy_v3", _LLAMA | _NAMED | {"head_dim": 8}),
+    "mimo_v2_flash": ("mimo_v2_flash", _LLAMA | _MIMO),
     "minimax_m2": ("minimax_m2", _LLAMA | _LOCAL | {"head_dim": 8} | rope("default", partial_rotary_factor=0.5)),
     "afmoe": ("afmoe", _LLAMA | _NAMED | {"head_dim": 8, "sliding_window": 4, "route_scale": 1.5, "mup_enabled": True}),
     "cohere": ("cohere", _LLAMA | {"logit_scale": 0.2}),

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -209,6 +211,18 @@ def tiny_bamba(seed: int = 0, kinds: str = "mmf", **fields: Any) -> BambaForCaus
     sizes = {"hidden_size": 64, "intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
     layers = {"num_hidden_layers": len(kinds), "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "f"]}
     return _randomised(BambaForCausalLM, BambaConfig(**(_COMMON | sizes | layers | fields)), seed)
+
+
+def tiny_falcon_h1(seed: int = 0, layers: int = 2, **fields: Any) -> FalconH1ForCausalLM:
+    """A random Falcon-H1, whose factors all differ."""
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
+    sizes |= {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 2}
+    factors = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7}
+    factors |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "ssm_in_multiplier": 1.2}
+    factors |= {"ssm_out_multiplier": 0.5}
+    several = {"ssm_multipliers": [0.8, 0.9, 1.1, 0.7, 1.4], "mlp_multipliers": [1.5, 0.3]}
+    given = _COMMON | sizes | factors | several | {"mamba_norm_before_gate": False} | fields
+    return _randomised(FalconH1ForCausalLM, FalconH1Config(**given), seed)
 
 
 def tiny_nemotron(seed: int = 0, kinds: str = "me-fmme", **fields: Any) -> NemotronHForCausalLM:

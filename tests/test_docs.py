@@ -171,7 +171,7 @@ ADMINISTRATION = {  # functions of the kernels' library that compute nothing, or
     *("pl_interface", "pl_layout", "pl_source_hash", "pl_experts_read"),
     *("pl_kernels", "pl_obstacle", "pl_multiplies_correctly"),
     *(f"pl_{each}" for owned in ("pool", "arena", "model", "texts") for each in (f"{owned}_new", f"{owned}_free")),
-    *("pl_texts_append", "pl_texts_held", "pl_texts_size", "pl_read", "pl_place"),
+    *("pl_texts_append", "pl_texts_copy", "pl_texts_count", "pl_texts_held", "pl_texts_size", "pl_read", "pl_place"),
     *("pl_exchange_bytes", "pl_ranks_ended"),
 }
 

@@ -51,6 +51,7 @@ from recurrent_support import (
     SIZES,
     in_torch,
     on_kernels,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_mtp,
@@ -86,6 +87,7 @@ from toy import (
     tiny_native,
     tiny_native_experts,
     tiny_native_latent,
+    tiny_native_narrow,
     tiny_native_parallel,
     truth_of,
 )
@@ -107,7 +109,7 @@ MODELS |= {
     "experts bf16": functools.cache(lambda: tiny_native_experts(None)),
 }
 MIXTURES = ["experts", "experts int4", "experts bf16"]
-MODELS["recurrent"] = tiny_native_recurrent  # the same, with states in place of most keys and values
+MODELS["recurrent"] = functools.cache(tiny_native_recurrent)  # the same, with states in place of most keys and values
 MODELS |= {  # the same of another kind: short convolutions
     "lfm2": functools.cache(lambda: on_kernels(tiny_lfm2())),
     "lfm2 int4": functools.cache(lambda: on_kernels(tiny_lfm2(1), "int4")),
@@ -115,15 +117,16 @@ MODELS |= {  # the same of another kind: short convolutions
 }
 SHORT_CONVOLUTIONS = ["lfm2", "lfm2 int4", "lfm2 bf16"]
 MODELS |= {  # the same, with heads of two widths and keys that layers share, or with experts between norms of their own
-    "gemma4": tiny_native_gemma4,
-    "gemma4 experts": functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"]),
+    "gemma4": functools.cache(tiny_native_gemma4),
+    "gemma4 experts": functools.cache(functools.partial(tiny_native_gemma4, 5, **GEMMA4_SIZES["experts and vectors"])),
 }
 MODELS["latent"] = functools.cache(tiny_native_latent)  # the same, with one key for all heads, which is the value, too
+MODELS["narrow values"] = functools.cache(tiny_native_narrow)
 CACHED = {  # models whose caches, and those of their draft models, have 8 bits
     **dict.fromkeys(("llama in int8", "llama in fp8"), tiny_llama),
     "native in int8": MODELS["native"],
     "latent in int8": MODELS["latent"],
-    "gemma4 in int8": tiny_native_gemma4,
+    "gemma4 in int8": MODELS["gemma4"],
 }
 KV_DTYPES = {model: model.rpartition(" ")[2] for model in CACHED}
 MODELS |= CACHED
@@ -134,12 +137,14 @@ BESIDE = {  # the same, with MLPs beside attention, or experts
 MODELS |= BESIDE
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
     "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "mamba2 beside attention": functools.cache(lambda: in_torch(tiny_falcon_h1())),
     "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
 DRAFTS |= dict.fromkeys(
-    ["recurrent", "gemma4", "gemma4 experts", "latent", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE], DRAFTS["native"]
+    ["recurrent", "gemma4", "gemma4 experts", "latent", "narrow values", *MIXTURES, *SHORT_CONVOLUTIONS, *BESIDE],
+    DRAFTS["native"],
 )
 DRAFTS |= dict.fromkeys((*OTHER_STATES, "llama in int8", "llama in fp8"), lambda: tiny_llama(1))
 DRAFTS |= dict.fromkeys(("native in int8", "latent in int8", "gemma4 in int8"), DRAFTS["native"])
@@ -148,15 +153,15 @@ HEADS: dict[str, Callable[[], HeadModel]] = {
     "flat": lambda: tiny_head(FlatToy(), 8),
     **dict.fromkeys(("llama", "llama in int8"), lambda: tiny_head(tiny_llama(), 32)),
     **dict.fromkeys(("native", "native in int8"), lambda: tiny_native_head(tiny_native(1), 72)),
-    "recurrent": lambda: tiny_mtp(tiny_native_recurrent()),
+    "recurrent": lambda: tiny_mtp(MODELS["recurrent"]()),
     "experts": lambda: tiny_native_head(MODELS["experts"](), 72),
     "lfm2": lambda: tiny_native_head(MODELS["lfm2"](), 48),
-    **dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_native_head(tiny_native_gemma4(), 40)),
+    **dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_native_head(MODELS["gemma4"](), 40)),
     "gemma4 experts": lambda: tiny_native_head(MODELS["gemma4 experts"](), 64),
     **dict.fromkeys(("latent", "latent in int8"), lambda: tiny_native_head(MODELS["latent"](), 72)),
     "delta nets in torch": lambda: tiny_head(MODELS["delta nets in torch"](), 48),
 }
-ASSISTANTS = dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_assistant(tiny_native_gemma4()))
+ASSISTANTS = dict.fromkeys(("gemma4", "gemma4 in int8"), lambda: tiny_assistant(MODELS["gemma4"]()))
 DRAFTERS = ["model", "self", "ngram", "documents", "never", "always", "sometimes", "ragged", "short", "hybrid"]
 PARALLEL_HEADS: dict[str, Callable[[], HeadModel]] = {
     "toy": lambda: tiny_head(ToyModel(), 8, parallel=True),
@@ -187,7 +192,7 @@ WIDTHS = {
     "experts": 72,
     "lfm2": 48,
 }
-WIDTHS |= {**dict.fromkeys(OTHER_STATES, 48), "mamba2": 64}
+WIDTHS |= {**dict.fromkeys(OTHER_STATES, 64), "delta nets in torch": 48}
 
 
 def torch_head(kind: str, model: str) -> HeadModel:
@@ -610,7 +615,8 @@ DRAFTERS_OF = {
     "experts": ["model", "ngram", "documents", "ragged", "hybrid", "head", "dflash"],
     "latent": ["model", "documents", "hybrid", "head"],
     **dict.fromkeys(
-        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", *BESIDE), ("model", "documents", "sometimes")
+        ("experts int4", "experts bf16", "lfm2 int4", "lfm2 bf16", "narrow values", *BESIDE),
+        ("model", "documents", "sometimes"),
     ),
     **dict.fromkeys(OTHER_STATES, ("model", "documents", "ragged", "hybrid", "dflash", "dspark")),
     "delta nets on the device": ["model", "ngram", "head", "hybrid", "head hybrid", "dspark", "none"],
@@ -1164,7 +1170,7 @@ BRANCHING_OF = {
     "native by the host": ["head", "parallel hybrid"],
     **dict.fromkeys(("recurrent", "lfm2", "gemma4 experts", "experts", "latent"), ("documents", "hybrid", "head")),
     "gemma4": ["documents", "hybrid", "head", "assistant", "assistant hybrid"],
-    **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16"), ("documents",)),
+    **dict.fromkeys(("experts int4", "lfm2 int4", "lfm2 bf16", "narrow values"), ("documents",)),
     "mamba2": ["hybrid", "dflash2"],
     "delta nets in torch": ["documents"],
     "delta nets on the device": ["model"],

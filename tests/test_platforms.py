@@ -8,6 +8,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,16 @@ for module, names in missing.items():
         if hasattr(module, name):
             delattr(module, name)
 socket.SO_EXCLUSIVEADDRUSE = 15  # SO_REUSEPORT of Linux: some option that exists
+# Job objects by a kernel32 and ntdll that do nothing, so children begin at once.
+import ctypes
+class System:
+    def __init__(self, *_, **__):
+        for name in ("CreateJobObjectW", "SetInformationJobObject", "OpenProcess", "AssignProcessToJobObject",
+                     "CloseHandle", "NtResumeProcess"):
+            setattr(self, name, lambda *_, done=int(name != "NtResumeProcess"): done)
+ctypes.WinDLL = System
+popen = subprocess.Popen.__init__
+subprocess.Popen.__init__ = lambda self, *given, **named: popen(self, *given, **named | {"creationflags": 0})
 sys.platform = "win32"
 """
 USE = """
@@ -90,7 +102,11 @@ print(*answer.outputs[0].token_ids)
 # Names of POSIX or Linux, and the files that may have them: behind a check, within a function, or for Linux only.
 POSIX = {
     r"^import (fcntl|resource|termios|pwd|grp|pty)": (),
-    r"os\.(register_at_fork|sched_\w+|getuid|geteuid)": ("kernels/native.py", "core/cpus.py", "engine/prefix_files.py"),
+    r"os\.(register_at_fork|sched_\w+|getuid|geteuid)": (
+        "kernels/native.py",
+        "core/cpus.py",
+        "engine/private_files.py",
+    ),
     r"os\.(fork|preadv?|pwritev?|killpg|O_NONBLOCK|O_DIRECTORY|O_NOFOLLOW)\b": (),
     r"signal\.(SIGKILL|SIGXCPU|SIGPROF|SIGALRM|SIGHUP|SIGUSR\d|setitimer)": (
         "server/ending.py",
@@ -127,7 +143,8 @@ def test_everything_imports_and_an_engine_decodes_without_what_windows_lacks() -
 ZIG = importlib.util.find_spec("ziglang")
 WINE = shutil.which("wine") or shutil.which("wine64")
 needs_zig = pytest.mark.skipif(ZIG is None, reason="no cross compiler: pip install ziglang")
-# Zig names processors instead of extensions of the instruction set.
+# Zig names processors instead of extensions of the instruction set. It takes -static with -shared for an archive, and
+# links its libraries statically anyway.
 PROCESSORS = {"-march=armv8.2-a+dotprod": "-mcpu=apple_m1", "-march=armv8.2-a+dotprod+i8mm+bf16": "-mcpu=apple_m2"}
 
 
@@ -136,7 +153,7 @@ def cross_compiler(folder: Path, triple: str) -> str:
     program = folder / "c++"
     program.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
-        f"flags = [{PROCESSORS!r}.get(flag, flag) for flag in sys.argv[1:]]\n"
+        f"flags = [{PROCESSORS!r}.get(flag, flag) for flag in sys.argv[1:] if flag != '-static']\n"
         f"os.execv(sys.executable, [sys.executable, '-m', 'ziglang', 'c++', '-target', {triple!r}, *flags])\n"
     )
     program.chmod(0o755)
@@ -160,15 +177,140 @@ def test_the_library_for_macos_has_its_processor_version_and_functions(tmp_path:
     assert [name for name in SIGNATURES if f"\0_{name}\0".encode() not in library] == []
 
 
+needs_wine = pytest.mark.skipif(WINE is None, reason="nothing runs programs of Windows: apt-get install wine")
+
+
+@pytest.fixture
+def wine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The program that runs programs of Windows, as an empty Windows of its own."""
+    monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
+    monkeypatch.setenv("WINEDEBUG", "-all")
+    return str(WINE)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
 @needs_zig
-@pytest.mark.skipif(WINE is None, reason="nothing runs programs of Windows: apt-get install wine")
-def test_windows_gives_the_bits_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sets of this machine's processor. The library itself is not linked here."""
-    monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
-    monkeypatch.setenv("WINEDEBUG", "-all")
+@needs_wine
+def test_windows_gives_the_bits_of_linux(tmp_path: Path, wine: str) -> None:
+    """All sets of this machine's processor."""
     cxx = cross_compiler(tmp_path, "x86_64-windows-gnu")
-    found = results(str(WINE), str(compiled(cxx, "x86_64", tmp_path)))
+    found = results(wine, str(compiled(cxx, "x86_64", tmp_path)))
     assert {"avx2", "amx-emulated", "avx-vnni-emulated"} & found.keys()
     check(found)
+
+
+LAUNCHER = """
+#include <windows.h>
+int wmain(int count, wchar_t **arguments) {
+  HMODULE python = LoadLibraryW(L"python3%d.dll");
+  return python ? ((int (*)(int, wchar_t **))(void *)GetProcAddress(python, "Py_Main"))(count, arguments) : 99;
+}
+"""
+
+
+@pytest.fixture
+def windows_python(tmp_path: Path, wine: str) -> list[str]:
+    """The command of Windows' Python: its libraries from a wheel that brings them, its modules from this Python."""
+    minor, folder = sys.version_info.minor, tmp_path / "python"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "panda3d"]
+    target = ["--platform", "win_amd64", "--python-version", f"3.{minor}", "--dest", str(tmp_path)]
+    subprocess.run([*pip, *target], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("panda3d*.whl"))) as wheel:
+        for name in wheel.namelist():
+            if name.startswith("deploy_libs/"):
+                wheel.extract(name, tmp_path)
+    (tmp_path / "deploy_libs").rename(folder)
+    modules = Path(sysconfig.get_path("stdlib"))
+    shutil.copytree(modules, folder / "Lib", ignore=shutil.ignore_patterns("site-packages", "lib-dynload", "test"))
+    (folder / f"python3{minor}._pth").write_text("Lib\n.\n")
+    (folder / "launcher.c").write_text(LAUNCHER % minor)
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu", "-municode"]
+    subprocess.run([*compiler, str(folder / "launcher.c"), "-o", str(folder / "python.exe")], check=True)
+    return [wine, str(folder / "python.exe")]
+
+
+# Run by Windows' Python: torch is not there, so modules are loaded by their files.
+OF_WINDOWS = """
+import ctypes, importlib.util, subprocess, sys
+
+def module(name, path):
+    specification = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = loaded = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(loaded)
+    return loaded
+
+package, library, task = sys.argv[1:]
+if task == "library":
+    abi = module("abi", package + "/kernels/abi.py")
+    loaded = ctypes.CDLL(library)
+    for name, (result, arguments) in abi.SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    assert loaded.pl_interface().decode() == abi.INTERFACE
+    expected = []
+    for struct in abi.STRUCTS:
+        names = sorted(field[0] for field in struct._fields_)
+        expected += [ctypes.sizeof(struct), *(getattr(struct, name).offset for name in names)]
+    assert expected == list((ctypes.c_int32 * len(expected)).from_address(loaded.pl_layout()))
+    assert loaded.pl_exchange_bytes(2, 100) == 3 * 64 + 2 * 2 * 100 * 4
+    nothing = (ctypes.c_int32 * 1)()
+    for threads in (1, 4):
+        pool = loaded.pl_pool_new(threads, 0, *[ctypes.addressof(nothing)] * 3)
+        loaded.pl_pool_free(pool)
+    print("loaded")
+else:
+    jobs = module("job_objects", package + "/core/job_objects.py")
+    child = "print('child', flush=True); import time; time.sleep(600)"
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", child], **pipes, text=True, creationflags=flags)
+        for flags in (jobs.SUSPENDED, jobs.SUSPENDED, 0)
+    ]
+    first, second = (jobs.JobObject(process, 1 << 30) for process in processes[:2])
+    first.limit_time(100)
+    print(*[process.stdout.readline().strip() for process in processes])
+    del second
+    processes[1].wait(60)
+    print([process.poll() is None for process in processes])
+    with open(library, "w") as file:
+        file.write(" ".join(str(process.pid) for process in (processes[0], processes[2])))
+    import os
+    os._exit(3)  # without any clean-up
+"""
+LEFT = """
+import ctypes, sys, time
+still_active, pids = 259, [int(pid) for pid in open(sys.argv[1]).read().split()]
+kernel, status = ctypes.windll.kernel32, ctypes.c_uint32()
+def runs(pid):
+    process = kernel.OpenProcess(0x1000, 0, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
+    return bool(process and kernel.GetExitCodeProcess(process, ctypes.byref(status))) and status.value == still_active
+time.sleep(1)
+print([runs(pid) for pid in pids])
+kernel.TerminateProcess(kernel.OpenProcess(1, 0, pids[1]), 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first time, zig compiles its C++ library, too
+@needs_zig
+@needs_wine
+def test_python_for_windows_loads_the_library_and_ends_its_children(tmp_path: Path, windows_python: list[str]) -> None:
+    """The child in a job ends with its parent, which is ended without a clean-up; the one beside it does not."""
+    package, note = f"Z:{ROOT / 'src' / 'paceline'}", f"Z:{tmp_path / 'pids'}"
+
+    def begin(program: str, *arguments: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE  # wine gives Python no standard streams that are files or /dev/null
+        return subprocess.Popen(
+            [*windows_python, "-c", program, *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+
+    with begin(OF_WINDOWS, package, note, "jobs") as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline().strip() for _ in range(2)] == ["child child child", "[True, False, True]"]
+        assert parent.wait(60) == 3
+        with begin(LEFT, note) as looking:  # and ends the child that is left, which holds the parent's pipe
+            assert looking.communicate()[0].strip() == "[False, True]"
+    build._build(cross_compiler(tmp_path, "x86_64-windows-gnu"), tmp_path, build.SOURCES, ())
+    with begin(OF_WINDOWS, package, f"Z:{tmp_path / build.LIBRARY}", "library") as loading:
+        assert loading.communicate()[0].strip() == "loaded"

@@ -192,6 +192,12 @@ def tiny_native_experts(quantization: Quantization | None = "int8") -> NativeMod
     return NativeModel(mixed, "experts", quantization=quantization, threads=1)
 
 
+def tiny_native_narrow() -> NativeModel:
+    """The same with values that are narrower than keys."""
+    spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, head_dim=32, value_dim=16, tied=False, seed=4)
+    return NativeModel(spec, "narrow values", quantization="int8", threads=1)
+
+
 def tiny_native_latent() -> NativeModel:
     """The same with latent attention."""
     spec = random_spec(vocab_size=VOCAB, max_positions=POSITIONS, tied=False, seed=3)

@@ -120,9 +120,9 @@ def _lengths(kind: str, run: str = _RUN, temperature: float = 0, task: str | Non
     return f"{statistics.fmean(e['mean_acceptance_length'] for e in counted if task in (None, e['task'])):.2f}"
 
 
-def _rates(kind: str) -> str:
+def _rates(kind: str, run: str = _RUN) -> str:
     """Acceptance by position when greedy, means over tasks."""
-    counted = [e["by_position"] for e in load(_RUN)["results"][kind]["acceptance"] if not e["temperature"]]
+    counted = [e["by_position"] for e in load(run)["results"][kind]["acceptance"] if not e["temperature"]]
     return listed(statistics.fmean(rate for rate in each if rate is not None) for each in zip(*counted, strict=True))
 
 
@@ -155,6 +155,35 @@ def kinds() -> Iterator[list[str]]:
         lengths = [_lengths(kind), _lengths(kind, _EARLIER), _lengths(kind, temperature=0.8)]
         times = [_draft_ms(kind), _over_plain(kind), _over_plain(kind, 0.8)]
         yield [f"`{kind}`", *trained, _rates(kind), *lengths, *times]
+
+
+def in_and_out_of_domain(run: str) -> Iterator[list[str]]:
+    """Acceptance on held-out answers to prompts like those of the training, and on the six tasks."""
+    for kind, result in load(run)["results"].items():
+        cells, domain = ["-"] * 2, ["-"] * 2
+        if (training := result.get("training")) is not None:
+            held_out = training["held_out"]
+            cells = [f"{training['cpu_seconds'] / 60:.1f}", f"{training['tokens_seen'] / 1e6:.2f}"]
+            domain = [listed(held_out["conditional"][:3]), f"{held_out['length'][2]:.2f}"]
+        tasks = [_rates(kind, run), _lengths(kind, run), _lengths(kind, run, 0.8)]
+        yield [f"`{kind}`", *cells, *domain, *tasks]
+
+
+_WORK = {
+    "changes": "twenty changes to one file, four at a time",
+    "turns": "the same as twenty turns of a conversation",
+    "stubs": "eight functions of eight samples each, T = 0.8",
+    "retrieval": "eight questions on one document, four at a time",
+    "chat": "sixteen open questions, four at a time",
+}
+
+
+def answers_as_sources() -> Iterator[list[str]]:
+    """Tokens per round with eight draft tokens, by what lookup copies from."""
+    for name, label in _WORK.items():
+        run = {each["side"]: each for each in load(f"references-answers-{name}-qwen-0.5b")["results"]}
+        sides = (run.get(side) for side in ("own text", "of its own request", "of all requests"))
+        yield [label, *("-" if each is None else f"{each['tokens_a_round']:.2f}" for each in sides)]
 
 
 def kinds_in_chat() -> Iterator[list[str]]:

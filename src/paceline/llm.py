@@ -159,7 +159,9 @@ class LLM:
             eos = tuple(dict.fromkeys((*eos_token_ids(model), *of_tokenizer)))
             self.requests = RequestMaker(self.tokenizer, target.vocab_size, eos)
             self._recommended, self._pooling = recommended_sampling(model), recommended_pooling(model)
-            self._models = Models(target, draft, eos, references, embeds_only=lacks_head(model))
+            self._models = Models(
+                target, draft, eos, references, embeds_only=lacks_head(model), tokenizer=self.tokenizer
+            )
             self._models.users.add(self)
             stages.begin("measuring what rounds cost")
             self._shared: SharedEngine | None = SharedEngine(Engine(self._models, config))
@@ -194,7 +196,7 @@ class LLM:
 
     def plain(self) -> LLM:
         """Return an LLM on the same weights that decodes without speculation, for comparison."""
-        return self.with_options(drafter=None, num_speculative_tokens=0, profile=None)
+        return self.with_options(drafter=None, num_speculative_tokens=0, profile=None, lookup_dir=None)
 
     @property
     def config(self) -> EngineConfig:
@@ -430,6 +432,13 @@ class LLM:
         order = sorted(range(len(made)), key=lambda index: made[index].prompt_token_ids)
         outputs = self._run([made[index] for index in order], use_tqdm, None, what)
         return [output for _, output in sorted(zip(order, outputs, strict=True), key=lambda pair: pair[0])]
+
+    def clear_answers(self) -> None:
+        """Forget all answers that n-gram lookup copies from, also the file of them in ``lookup_dir``.
+
+        Those of requests that run are forgotten when they end.
+        """
+        self._open_engine().clear_answers()
 
     def close(self) -> None:
         """Free the caches. The object cannot be used afterwards; closing it again does nothing.

@@ -54,7 +54,20 @@ def test_sibling_drafts_are_counted_with_and_without_copying() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_answers_of_all_requests_save_rounds() -> None:
-    options = arguments(["answers", "model", "--rows", "2", "--n", "1", "--max-tokens", "24", "--temperature", "0.5"])
-    own, every = run_sides(answers(options, on_toys(), prompts_of(options))).values()
-    assert own.token_ids == every.token_ids
-    assert sum(m.rounds for m in own.metrics) > sum(m.rounds for m in every.metrics)
+    given = ["answers", "model", "--rows", "2", "--max-tokens", "24", "--temperature", "0.5", "--n"]
+    for options, sides in ((arguments([*given, "1"]), 2), (arguments([*given, "2"]), 3)):
+        runs = [*run_sides(answers(options, on_toys(), prompts_of(options)[:12])).values()]
+        rounds = [sum(m.rounds for m in run.metrics) for run in runs]
+        assert all(run.token_ids == runs[0].token_ids for run in runs)
+        assert len(rounds) == sides
+        assert rounds == sorted(rounds, reverse=True)
+        assert rounds[0] > rounds[-1]
+
+
+def test_the_turns_of_a_conversation_have_the_program_once() -> None:
+    given = ["answers", "model", "--set", "turns", "--n"]
+    turns = prompts_of(arguments([*given, "1"]))
+    assert len(turns) == 20
+    assert ["```" in turn.text for turn in turns] == [True] + 19 * [False]
+    with pytest.raises(SystemExit):
+        arguments([*given, "2"])

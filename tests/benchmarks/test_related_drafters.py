@@ -30,6 +30,16 @@ def test_prompts_of_the_six_tasks_are_never_trained_on() -> None:
     assert usable(["one ", "", *told, "two", "one", f" {told[0]}\n"]) == ["one", "two"]
 
 
+def test_epochs_take_the_place_of_minutes() -> None:
+    words = ["model", "--folder", "x", "--output", "y", "--kinds", "dspark", "feature"]
+    options = related_drafters.arguments([*words, "--epochs", "3", "2.5"])
+    assert [related_drafters.amount_of_training(kind, options)[1] for kind in options.kinds] == ["3.0", "2.5"]
+    assert options.minutes is None
+    assert related_drafters.amount_of_training("dspark", related_drafters.arguments(words)) == ["--minutes", "45.0"]
+    with pytest.raises(SystemExit):
+        related_drafters.arguments([*words, "--epochs", "3"])
+
+
 def test_a_summary_is_the_mean_over_tasks() -> None:
     def counted(rates: tuple[float | None, ...], accepted: int, temperature: float = 0.0) -> Count:
         return Count("head", "code", temperature, 9, 10, 30, accepted, rates, 0.0)

@@ -172,6 +172,10 @@ def test_growing_answers_are_drafted_from_each_other_and_the_oldest_are_forgotte
             answers[family][number] += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
     sizes = [[texts.size(number) for texts in noted for number in range(9)] for _, noted in searched]
     assert all(each == sizes[0] for each in sizes)
+    contents = [[[table.tolist() for table in texts.contents()] for texts in noted] for _, noted in searched]
+    assert all(each == contents[0] for each in contents)
+    for texts, (tokens, each) in zip(searched[0][1], contents[0], strict=True):
+        assert sum(each) == len(tokens) == texts.held
 
 
 @pytest.mark.parametrize("kind", range(len(lookups([]))))

@@ -53,7 +53,7 @@ from paceline.models.base import AnyModel, Model
 from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.load.loading import load_model
-from recurrent_support import in_torch, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import in_torch, tiny_falcon_h1, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
 from simulation import linear_costs
 from toy import (
     POSITIONS,
@@ -830,7 +830,7 @@ def test_the_loop_reads_only_one_record_per_round(
     assert len(reads) == 5
 
 
-@pytest.mark.parametrize("theirs", [tiny_qwen3_5, tiny_lfm2, tiny_granite_hybrid])
+@pytest.mark.parametrize("theirs", [tiny_qwen3_5, tiny_lfm2, tiny_granite_hybrid, tiny_falcon_h1])
 def test_states_without_kernels_stay_on_the_host_and_the_start_line_says_so(
     theirs: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,13 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import RoundTiming, Verdict
 from paceline.drafters import NoDrafter
-from paceline.engine.rounds.choice import RoundChoice
+from paceline.engine.rounds.choice import STEP_BY_STEP, RoundChoice
 from paceline.engine.rounds.loop import RoundLoop
+from paceline.engine.rounds.place import Obstacle
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.rounds.timing import RoundTimer
 from paceline.lengths import FixedLength
+from toy import make_engine, run, tiny_native
 
 
 @dataclass
@@ -40,8 +42,9 @@ class Scripted:
     def __init__(self, name: str, lag: int, reasons: list[str | None], events: list[str]) -> None:
         self.name, self.lag, self._reasons, self._events = name, lag, iter(reasons), events
 
-    def why_not(self, batch: Batch) -> str | None:
-        return next(self._reasons, None)
+    def why_not(self, batch: Batch) -> Obstacle | None:
+        reason = next(self._reasons, None)
+        return None if reason is None else Obstacle(reason, f"Undo: {reason}")
 
     def needs_torch(self, batch: Batch) -> bool:
         return True
@@ -86,17 +89,29 @@ def test_the_first_place_that_can_runs_the_round_and_a_change_is_logged_once(cap
     )
     (record,) = caplog.records
     assert record.getMessage() == (
-        "rounds run on the host while a request needs it (a grammar); the device runs all others"
+        "rounds run on the host while a request needs it (a grammar); the device runs all others. Undo: a grammar"
     )
+    assert record.levelname == "WARNING"
 
 
-def test_the_kernels_run_what_they_can_and_no_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    events: list[str] = []
-    kernels, steps = (Scripted("host", 0, ["log-probabilities"][:n], events) for n in (1, 0))
-    choice = RoundChoice(steps, kernels)
-    assert [choice.place_for(batch_of(1)) for _ in range(2)] == [steps, kernels]
-    assert not caplog.records
-    assert not choice.reasons
+def test_the_kernels_run_what_they_can_and_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    kernels = Scripted("host", 0, ["log-probabilities", None, "log-probabilities", "another rule"], [])
+    choice = RoundChoice(Scripted("host", 0, [], []), kernels)
+    places = [choice.place_for(batch_of(1)) for _ in range(5)]
+    assert [place is kernels for place in places] == [False, True, False, False, True]
+    reasons = ("log-probabilities", "another rule")
+    expected = [("INFO", f"{STEP_BY_STEP % reason}. Undo: {reason}") for reason in reasons]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == expected
+    assert not choice.reasons, "of a device"
+
+
+def test_why_the_kernels_cannot_verify_drafts_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    engine = make_engine(tiny_native(0), tiny_native(1), drafter="model", acceptance="rejection")
+    run(engine, [[1, 2, 3]], [SamplingParams(temperature=1.0, max_tokens=8, seed=0)])
+    lines = [record.getMessage() for record in caplog.records if "step by step" in record.getMessage()]
+    assert lines == [STEP_BY_STEP % "draft tokens with probabilities" + ". Set acceptance='coupled'"]
 
 
 def test_no_round_is_run_if_all_rows_end_with_those_in_flight() -> None:

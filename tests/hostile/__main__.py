@@ -1,12 +1,14 @@
-"""Load damaged models of one kind after the other: ``python -m hostile FOLDER PART [ONLY]``.
+"""Load damaged models one after the other: ``python -m hostile FOLDER PARTS LOADS [ONLY]``.
 
-Prints one JSON line per load: how it ended, its message, and KiB of memory at its peak. ``ONLY`` is a part of
-the name of a case.
+Prints one JSON line per load: how it ended, its message, and KiB of memory at its peak. ``PARTS`` are names with commas
+between them. ``LOADS`` is "all", or "one" of each damage, which its name decides. ``ONLY`` is a part of the name of a
+case.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 import signal
@@ -62,11 +64,12 @@ def _hung(*_: object) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
 
-def main(folder: Path, part: str, only: str = "") -> None:
+def main(folder: Path, parts: str, loads: str, only: str = "") -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _hung)
-    for case in (case for some in PARTS[part] for case in some()):
-        if only not in f"{case.kind}: {case.what}":
+    for case in (case for part in parts.split(",") for some in PARTS[part] for case in some()):
+        name = f"{case.kind}: {case.what}"
+        if only not in name:
             continue
         whole, place = folder / "whole" / case.kind, folder / "damaged" / case.kind
         if not whole.is_dir():
@@ -78,8 +81,8 @@ def main(folder: Path, part: str, only: str = "") -> None:
         shutil.copytree(whole, place, symlinks=True)
         case.damage(place)
         size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file() and not file.is_symlink())
-        told = {"case": f"{case.kind}: {case.what}", "pattern": case.pattern, "place": str(place), "bytes": size}
-        for load in case.load:
+        told = {"case": name, "pattern": case.pattern, "place": str(place), "bytes": size}
+        for load in case.load if loads == "all" else [random.Random(name).choice(case.load)]:
             print(json.dumps(told | {"by": load.__name__} | outcome(load, place)), flush=True)
 
 

@@ -284,9 +284,8 @@ class ReferenceDecoder:
         for index, layer in enumerate(self._layers):
             entering.append(x * spec.tap_scale)
             weights, between = layer.weights, x
-            if weights.qkv is not None:
-                mix = context.recurrent if weights.recurrent else context.attention
-                mixed = mix(index, layer, norm(x, weights.input_norm, spec.epsilon))
+            if weights.qkv is not None or weights.recurrent is not None:
+                mixed = context.mixed(index, layer, norm(x, weights.input_norm, spec.epsilon))
                 between = x + norm(mixed, weights.attention_out_norm, spec.epsilon)
             if weights.gate_up is not None or weights.experts is not None:
                 made = layer.mlp(x if weights.parallel else between, spec.epsilon)
@@ -326,15 +325,25 @@ class _ReferencePass:
             self._states = cast(StatefulCache, cache).states
             self._passes = plan(self._states, nodes, text=text)
 
+    def mixed(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+        """The sum of what a layer's attention and its recurrent part give [N, width]."""
+        mixed = torch.zeros_like(normed)
+        if layer.weights.recurrent is not None:
+            mixed = mixed + self.recurrent(layer, layer.weights.recurrent.mixer, normed)
+        return mixed if layer.weights.qkv is None else mixed + self.attention(layer_index, layer, normed)
+
     def attention(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of an attention layer [N, width], from its normed input."""
         spec, weights, index = self._spec, layer.weights, self._places[layer_index]
         if weights.latent is not None:
             return self._latent(layer_index, layer, normed)
-        count, kv_count, dim = spec.heads_of(weights)
-        own = 0 if weights.reads_only else kv_count
-        qkv = layer.qkv(normed).view(normed.shape[0], -1, dim)
-        q, k, v, gate = qkv.split_with_sizes([count, own, own, count if weights.gated else 0], dim=1)
+        heads = spec.heads_of(weights)
+        own, values = 0 if weights.reads_only else heads.kv_heads, heads.value_width
+        projected, gates = layer.qkv(normed), heads.heads * values if weights.gated else 0
+        widths = [heads.heads * heads.dim, own * heads.dim, own * values, gates]
+        q, k, v, gate = projected.split_with_sizes(widths, dim=1)
+        q, k = q.view(len(q), heads.heads, -1), k.view(len(k), own, heads.dim)
+        v = v.view(len(v), own, values)
         cos, sin = (table[self._at] for table in self._tables[layer_index])
 
         def turned(x: Tensor, norm: Tensor | None) -> Tensor:
@@ -345,19 +354,19 @@ class _ReferencePass:
         q = turned(q, weights.q_norm)
         if own:
             k = turned(k, weights.k_norm)
-            v = functional.rms_norm(v, (dim,), None, spec.epsilon) if weights.v_norm else v
+            v = functional.rms_norm(v, (values,), None, spec.epsilon) if weights.v_norm else v
             write(index, self._cache, self._rows, self._slots, k, v)
         scale = spec.scale_of(weights)
         seen = self._rows, self._seen, scale, weights.window, weights.sinks, weights.cap
         attended = attend(index, self._cache, q, *seen)
         if weights.gated:
-            attended = attended * gate.sigmoid()
+            attended = attended * gate.view_as(attended).sigmoid()
         return layer.attention_out(attended.flatten(1))
 
     def _latent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
         """The output of a layer of latent attention [N, width], from its normed input."""
         weights, index = layer.weights, self._places[layer_index]
-        latent, (count, _, dim) = weights.latent, self._spec.heads_of(weights)
+        latent, (count, _, dim, _) = weights.latent, self._spec.heads_of(weights)
         assert latent is not None
         rank, turned = dim - latent.rotary_dim, latent.rotary_dim
         first = layer.qkv(normed)
@@ -381,15 +390,14 @@ class _ReferencePass:
             return norm(x, weight, self._spec.epsilon)
         return norm(x.flatten(1), weight, self._spec.epsilon).view_as(x)
 
-    def recurrent(self, layer_index: int, layer: _ReferenceLayer, normed: Tensor) -> Tensor:
+    def recurrent(self, layer: _ReferenceLayer, mixer: RecurrentMixer, normed: Tensor) -> Tensor:
         """The output of a recurrent layer [N, width], from its normed input."""
-        mixer, index, states = layer.weights.recurrent, self._recurrent_layer, self._states
-        assert mixer is not None
+        index, states = self._recurrent_layer, self._states
         assert states is not None
         self._recurrent_layer += 1
-        inputs, kept = mixer.split(layer.qkv(normed), None if layer.gates is None else layer.gates(normed))
+        inputs, kept = mixer.split(layer.first(normed), None if layer.gates is None else layer.gates(normed))
         parts = [run_slot(states, index, mixer, part, inputs[part.first : part.stop]) for part in self._passes]
-        return layer.attention_out(mixer.finish(torch.cat(parts), kept))
+        return layer.second(mixer.finish(torch.cat(parts), kept))
 
     def finish(self) -> None:
         """Note what the slots of recurrent layers hold now."""
@@ -438,10 +446,12 @@ class _ReferenceLayer:
         part = weights.input
         self.input_gate = None if part is None else make(part.gate)
         self.input_out = None if part is None else make(part.out)
-        gates = None if weights.recurrent is None else weights.recurrent.gates
         self.gates = None
-        if gates is not None:
-            self.gates = _ReferenceLinear(gates, "fp32" if self.qkv.to == "fp32" else GATES_FORMAT)
+        if weights.recurrent is not None:
+            self.first, self.second = make(weights.recurrent.first), make(weights.recurrent.second)
+            gates = weights.recurrent.mixer.gates
+            to: ReferenceFormat = "fp32" if self.first.to == "fp32" else GATES_FORMAT
+            self.gates = None if gates is None else _ReferenceLinear(gates, to)
 
     def mlp(self, x: Tensor, epsilon: float) -> Tensor:
         """The output of the MLP, of the experts, or of both [N, width], from the hidden states."""

@@ -241,9 +241,10 @@ uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
   constexpr int kHeads = 6, kKvHeads = 2, kPositions = 400, kCount = 4, kStart = 371;
   const int kDim = element == kCacheInt8 ? 80 : 48;
   const size_t stride = static_cast<size_t>(kDim) + (element == kCacheInt8 ? sizeof(float) : 0);
-  const size_t kQkv = (kHeads + 2 * kKvHeads) * static_cast<size_t>(kDim), kPage = kKvHeads * kPagePositions * stride;
+  const size_t kQkv = (kHeads + 2 * kKvHeads) * static_cast<size_t>(kDim);
+  const int64_t kPage = kKvHeads * kPagePositions * static_cast<int64_t>(stride);
   const std::vector<int32_t> pages = {3, 0, 6, 1, 5, 2, 4};
-  const size_t elements = pages.size() * kPage;
+  const size_t elements = pages.size() * static_cast<size_t>(kPage);
   Random random{77};
   const size_t dim = static_cast<size_t>(kDim);
   std::vector<float> qkv(kQkv * kCount), out(kHeads * dim * kCount), cosine(kPositions * dim / 2), sine(cosine), norm(dim);
@@ -256,9 +257,10 @@ uint64_t attend(const Kernels& kernels, CacheElement element, int64_t window) {
   for (int i = 0; i < kCount; ++i) positions.push_back(kStart + i);
   Attention a = {};
   a.qkv = qkv.data(), a.qkv_stride = kQkv, a.out = out.data(), a.out_stride = kHeads * dim;
-  a.positions = positions.data(), a.keys = keys.data(), a.values = values.data();
-  a.page_stride = kPage, a.head_stride = kPagePositions * stride, a.position_stride = stride;
-  a.pages = pages.data(), a.blocks = pages.size();
+  a.positions = positions.data(), a.blocks = pages.size();
+  a.keys = {keys.data(), pages.data(), 0, kPage, kPagePositions * static_cast<int64_t>(stride), static_cast<int64_t>(stride)};
+  a.values = a.keys;
+  a.values.data = values.data();
   a.element = element, a.heads = kHeads, a.kv_heads = kKvHeads, a.dim = a.value_dim = kDim, a.capacity = kPositions, a.window = window;
   std::vector<float> balance(kKvHeads * dim);
   for (size_t i = 0; i < balance.size(); ++i) balance[i] = static_cast<float>(1 << i % 5);

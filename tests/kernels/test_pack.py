@@ -32,6 +32,19 @@ def digest(*tensors: Tensor | None) -> str:
     return hashlib.sha256(b"".join(there)).hexdigest()[:16]
 
 
+@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
+def test_codes_stay_where_the_rows_of_a_weight_are_multiplied(to: Format) -> None:
+    weight, factors = pack.quantise(some_weight(40, 128), to), torch.arange(1, 41) / 16
+    found = pack.multiply_rows(weight, factors)
+    assert found is not None
+    assert not isinstance(found, pack.Bf16Weight | pack.Fp4Weight)
+    assert not isinstance(weight, pack.Bf16Weight | pack.Fp4Weight)
+    assert torch.equal(found.values.view(torch.uint8), weight.values.view(torch.uint8))
+    wanted = pack.dequantise(weight, 128) * factors[:, None]
+    torch.testing.assert_close(pack.dequantise(found, 128), wanted, rtol=2**-10, atol=2**-10)
+    assert pack.multiply_rows(pack.quantise(some_weight(40, 128), "bf16"), factors) is None
+
+
 @pytest.mark.parametrize("to", MATRIX)
 def test_the_bytes_of_a_matrix_are_those_of_this_layout_version(to: Format) -> None:
     packed = pack.pack(pack.quantise(some_weight(40, 130), to), some_weight(40))

@@ -29,6 +29,13 @@ def test_threads_share_items_wait_for_a_slow_one_and_sleep(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("-DPL_WITHOUT_FUTEX",), ("-fsanitize=thread", "-g")], ids=["portable", "tsan"])
-def test_the_same_without_futexes_and_under_thread_sanitizer(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("-DPL_WITHOUT_FUTEX",), id="portable"),
+        pytest.param(("-fsanitize=thread", "-g"), id="tsan"),
+        pytest.param(("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"), id="asan"),
+    ],
+)
+def test_the_same_without_futexes_and_under_sanitizers(flags: tuple[str, ...], tmp_path: Path) -> None:
     run(tmp_path, *flags)

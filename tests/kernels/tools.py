@@ -41,9 +41,11 @@ def random_spec(
     bias: bool = False,
     qk_norm: bool = False,
     window: int | None = None,
+    value_dim: int | None = None,
     max_positions: int = 512,
     seed: int = 0,
 ) -> NativeSpec:
+    shape = Heads(heads, kv_heads, head_dim, value_dim)
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -57,8 +59,8 @@ def random_spec(
 
     made = [
         LayerWeights(
-            qkv=linear((heads + 2 * kv_heads) * head_dim, width),
-            attention_out=linear(width, heads * head_dim),
+            qkv=linear((heads + kv_heads) * head_dim + kv_heads * shape.value_width, width),
+            attention_out=linear(width, heads * shape.value_width),
             gate_up=linear(2 * ffn, width),
             down=linear(width, ffn),
             input_norm=norm(width),
@@ -66,6 +68,7 @@ def random_spec(
             q_norm=norm(head_dim) if qk_norm else None,
             k_norm=norm(head_dim) if qk_norm else None,
             window=window,
+            heads=None if value_dim is None else shape,
         )
         for _ in range(layers)
     ]
@@ -366,16 +369,12 @@ def run_attention(
         positions=positions.data_ptr(),
         keys=where.keys,
         values=where.values,
-        page_stride=where.page_stride,
-        head_stride=where.head_stride,
-        position_stride=where.position_stride,
         element=whole.element,
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
         value_dim=dim,
         capacity=whole.capacity,
-        pages=where.pages,
         blocks=blocks_for(whole.capacity),
         window=window or 0,
         scale=dim**-0.5,

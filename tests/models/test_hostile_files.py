@@ -19,10 +19,10 @@ MOST_KIB = 256 << 10  # of a load that may succeed
 PARTS = "heads and adapters", "quantised safetensors", "safetensors and configurations", "GGUF"
 
 
-def loads(folder: Path, part: str) -> list[dict[str, Any]]:
-    """Every load of a part, in a process of its own."""
+def loads(folder: Path, parts: str, which: str = "all") -> list[dict[str, Any]]:
+    """Outcomes of all loads of some parts, or of "one" load of each damage, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "hostile", str(folder), part],
+        [sys.executable, "-m", "hostile", str(folder), parts, which],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -48,8 +48,18 @@ def fault(load: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.timeout(600)
+def test_damaged_files_are_refused_by_name_within_their_own_memory(tmp_path: Path) -> None:
+    """Each damage in one precision, on the kernels or in torch."""
+    found = loads(tmp_path, ",".join(PARTS), "one")
+    assert len(found) > 1000
+    assert len({load["by"] for load in found}) > 4
+    assert [{"fault": fault(load), **load} for load in found if fault(load)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", PARTS)
-def test_damaged_files_are_refused_by_name_within_their_own_memory(part: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_in_every_precision(part: str, tmp_path: Path) -> None:
     found = loads(tmp_path, part)
     assert len(found) > 100
     assert [{"fault": fault(load), **load} for load in found if fault(load)] == []

@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from gguf_support import begun, finish
 from model_support import FOREIGN, NATIVE, VOCABULARY, Runner, random_tokens, tiny
 from paceline import LLM
+from paceline.drafters.heads.loading import has_own_head
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.models.base import Model
 from paceline.models.families import describe
@@ -30,6 +32,7 @@ from paceline.models.text import gguf_tokenizer
 from paceline.models.text.tokenizer import Tokenizer
 from paceline.models.torch.huggingface import HuggingFaceModel
 from paceline.models.torch.transformer import Transformer
+from recurrent_support import tiny_nemotron
 from server_support import byte_tokenizer
 
 FAMILIES = ["llama", "llama with tied embeddings", "mistral with a window", "qwen2", "qwen3", "opt", "gpt2"]
@@ -129,6 +132,23 @@ def test_known_buffers_are_ignored(tmp_path: Path) -> None:
 
 
 _MISSING, _EXTRA = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.side_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (tiny_nemotron, "mtp.layers.0.eh_proj.weight"),
+        (partial(tiny, *NATIVE["mimo_v2_flash"]), "model.mtp.layers.2.eh_proj.weight"),
+    ],
+)
+def test_draft_heads_of_which_transformers_has_no_code_are_ignored(
+    make: Callable[[], PreTrainedModel], name: str, tmp_path: Path
+) -> None:
+    make().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(4, 8)}, file, metadata={"format": "pt"})
+    assert isinstance(load_model(tmp_path, dtype=torch.float32), Transformer)
+    assert not has_own_head(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Granite 4, Bamba and Nemotron-H from GGUF files, written here with the names and shapes of llama.cpp's converter."""
+"""Granite 4, Bamba, Falcon-H1 and Nemotron-H from GGUF files, written as by llama.cpp's converter: names and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gguf_support import begun, finish
 from model_support import packed
 from paceline.kernels import native
 from paceline.models.load.loading import load_model, open_checkpoint
-from recurrent_support import GRANITE_SIZES, on_kernels, tiny_bamba, tiny_granite_hybrid, tiny_nemotron
+from recurrent_support import GRANITE_SIZES, on_kernels, tiny_bamba, tiny_falcon_h1, tiny_granite_hybrid, tiny_nemotron
 from toy import VOCAB
 
 _NAMES = {
@@ -114,7 +114,51 @@ def write_nemotron(path: Path, theirs: PreTrainedModel) -> Path:
     return path
 
 
+def multiplied(name: str, values: Tensor, config: Any) -> Tensor:
+    """A tensor of Falcon-H1 with the factors of its configuration."""
+    into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    own, shared = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    numbers = {
+        "token_embd": config.embedding_multiplier,
+        "output.": config.lm_head_multiplier,
+        "attn_q.": into,
+        "attn_k.": into * config.key_multiplier,
+        "attn_v.": into,
+        "attn_output": config.attention_out_multiplier,
+        "ssm_out": config.ssm_out_multiplier,
+        "ffn_gate": gate,
+        "ffn_down": down,
+    }
+    if "ssm_in." in name:
+        parts = values.split_with_sizes([own, own, shared, shared, config.mamba_n_heads])
+        factors = [config.ssm_in_multiplier * factor for factor in config.ssm_multipliers]
+        return torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)])
+    own_name = name.split(".", 2)[2] if name.startswith("blk.") else name
+    return values * next((number for part, number in numbers.items() if own_name.startswith(part)), 1.0)
+
+
+def write_falcon(path: Path, theirs: PreTrainedModel) -> Path:
+    config = theirs.config
+    writer = begun(path, "falcon-h1", config)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_d_ssm)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([str(token) for token in range(VOCAB)])
+    for name, values in theirs.state_dict().items():
+        for theirs_name, called in _NAMES.items():
+            name = name.replace(theirs_name, called)
+        whole = converted(name, values, config) if ".ssm_" in name else values  # its rotary pairs stay apart
+        writer.add_tensor(name, multiplied(name, whole, config).contiguous().numpy())
+    finish(writer)
+    return path
+
+
 def write(path: Path, theirs: PreTrainedModel) -> Path:
+    if theirs.config.model_type == "falcon_h1":
+        return write_falcon(path, theirs)
     if theirs.config.model_type == "nemotron_h":
         return write_nemotron(path, theirs)
     config, tensors = theirs.config, theirs.state_dict()
@@ -158,8 +202,10 @@ def write(path: Path, theirs: PreTrainedModel) -> Path:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "dense": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["grouped"]),
     "experts": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["experts"]),
-    "rotated": lambda: tiny_granite_hybrid(2, **{**GRANITE_SIZES["rotated"], "conv_bias": True}),
+    "rotated": lambda: tiny_granite_hybrid(2, **GRANITE_SIZES["rotated"]),
     "bamba": lambda: tiny_bamba(2),
+    "falcon": lambda: tiny_falcon_h1(2),
+    "falcon normed": lambda: tiny_falcon_h1(2, mamba_rms_norm=True),
     "nemotron": lambda: tiny_nemotron(2, "m-fm-", time_step_min=0.001),
     "nemotron with experts": lambda: tiny_nemotron(2, "mefme", time_step_min=0.001, topk_group=1, n_group=1),
 }
@@ -172,6 +218,9 @@ def test_a_gguf_file_gives_the_weights_of_its_original(kind: str, tmp_path: Path
     assert found is not None
     assert original is not None
     tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
+    wanted["embed.weight"] = wanted["embed.weight"] * (original.spec.embed_scale / found.spec.embed_scale)
+    if "head.weight" in wanted:
+        wanted["head.weight"] = wanted["head.weight"] * (original.spec.logits_scale / found.spec.logits_scale)
     assert tensors.keys() == wanted.keys()
     for name, weight in wanted.items():
         torch.testing.assert_close(tensors[name], weight, msg=name)

@@ -1,3 +1,4 @@
+import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ SHAPES = {
     "experts": {"width": 100, "tied": False},
     "experts, every feature": {"bias": True, "window": 20},
     "experts, gpt-oss": {"bias": True, "window": 20, "head_dim": 64, "heads": 4, "kv_heads": 1},
+    "narrow values, gpt-oss": {"window": 20, "heads": 4, "kv_heads": 2, "head_dim": 48, "value_dim": 32},
     "latent": {"width": 100},
     "latent, experts": {},
     "in parallel": {"width": 100, "qk_norm": True, "bias": True, "tied": False},
@@ -78,8 +80,8 @@ def spec_of_shape(shape):
     return with_every_feature(spec, norm_all="all heads" in shape) if "every feature" in shape else spec
 
 
-def model_of(spec, kernels, quantization=None, threads=2):
-    """None for the kernels: their reference implementation."""
+def model_of(spec, kernels, quantization=None, threads=1):
+    """None for the kernels: their reference implementation. With two threads small products mostly wait."""
     if kernels is None:
         return ReferenceModel(spec, "random", quantization=quantization)
     return NativeModel(spec, "random", quantization=quantization, threads=threads, kernels=kernels)
@@ -128,8 +130,11 @@ def plain_forward(spec: NativeSpec, tokens):
             x = x + linear(heads, layer.attention_out)
             x = x + plain_mlp(layer, norm(x, layer.post_norm), linear)
             continue
-        heads = first.view(len(tokens), -1, spec.head_dim)
-        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        shape = spec.heads_of(layer)
+        counts = spec.heads, spec.kv_heads, spec.kv_heads
+        widths = spec.head_dim, spec.head_dim, shape.value_width
+        parts = first.split([count * width for count, width in zip(counts, widths, strict=True)], dim=1)
+        q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(parts, counts, strict=True))
         if layer.norm_after:
             q, k = norm(rotate(q, rotary), layer.q_norm), norm(rotate(k, rotary), layer.k_norm)
         else:
@@ -157,7 +162,7 @@ def plain_forward(spec: NativeSpec, tokens):
 
 def plain_latent(layer, first, linear, rotate):
     """The outputs of all heads of latent attention, with keys and values of their own, in plain float32 torch."""
-    latent, (heads, _, dim) = layer.latent, layer.heads
+    latent, (heads, _, dim, _) = layer.latent, layer.heads
     turned = latent.rotary_dim
     queries, vector, shared = first.split([first.shape[1] - dim, dim - turned, turned], 1)
 
@@ -276,24 +281,29 @@ def test_bf16_agrees_closely_with_the_reference_with_a_float32_cache(kernels):
     assert error(*both) < 0.003
 
 
+def in_parts(length, sizes):
+    """The length as a sum of these sizes, in turn; the last may be smaller."""
+    parts, sizes = [], itertools.cycle(sizes)
+    while (left := length - sum(parts)) > 0:
+        parts.append(min(next(sizes), left))
+    return parts
+
+
 # The shape and the cache's dtype decide how attention runs, the quantization how matrix products run.
-@in_pairs(kernels=EVERY, shape=SHAPES, quantization=QUANTIZATIONS, dtype=DTYPES)
-def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype):
+@in_pairs(kernels=EVERY, shape=SHAPES, quantization=QUANTIZATIONS, dtype=DTYPES, threads=[1, 2])
+def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, shape, quantization, dtype, threads):
     spec = spec_of_shape(shape)
-    model = model_of(spec, kernels, quantization)
+    model = model_of(spec, kernels, quantization, threads)
     lengths = {3: 70, 0: 33, 1: 1, 2: 7}
     tokens, (rows, positions) = some_tokens(spec, 111), ragged(lengths)
     together = forward(model, tokens, rows, positions, cache_for(spec, dtype=dtype))
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
-        for size in (1, 5, 7, 40, 200):  # decoding, verification of draft tokens, chunked prefill
-            cache = cache_for(spec, dtype=dtype)
-            parts = [
-                forward(model, *(t[mine][i : i + size] for t in (tokens, rows, positions)), cache)
-                for i in range(0, length, size)
-            ]
-            assert torch.equal(torch.cat(parts), together[mine])
+        for sizes in ((1, 5, 7, 40), (5, 1, 1, 40, 7), (40, 7, 1, 1, 5), (200,)):  # decoding, drafts, chunks of prompts
+            cache, counts = cache_for(spec, dtype=dtype), in_parts(length, sizes)
+            pieces = zip(*(t[mine].split(counts) for t in (tokens, rows, positions)), strict=True)
+            assert torch.equal(torch.cat([forward(model, *piece, cache) for piece in pieces]), together[mine])
         assert torch.equal(model.logits(together[mine]), logits[mine])
         assert torch.equal(model.logits(together[mine][0]), logits[mine][0])
 

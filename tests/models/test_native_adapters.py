@@ -211,7 +211,7 @@ PROMPTS = [[1, 2, 3, 1, 2], [7, 8, 9, 10, 7, 8], [5, 4, 5, 4, 5], [20, 21, 22, 2
 NAMES = ["red", None, "blue", "red"]
 
 
-def answers(llm: LLM, chosen: Sequence[int], **fields: Any) -> list[tuple[list[int], int]]:
+def counted_answers(llm: LLM, chosen: Sequence[int], **fields: Any) -> list[tuple[list[int], int]]:
     """Tokens and accepted draft tokens of some of the prompts, in one batch."""
     params = [
         SamplingParams(max_tokens=24, ignore_eos=True, seed=index, adapter=NAMES[index], **fields) for index in chosen
@@ -231,16 +231,16 @@ def test_speculation_changes_no_token(drafter: str, quantization: Quantization, 
     llm = LLM(theirs, drafter=drafter, draft_model=draft, num_speculative_tokens=3, **{**options, "max_batch_size": 2})
     assert isinstance(llm.engine.parts.target.model, NativeModel)
     for fields in ({"temperature": 0.0}, {"temperature": 0.7}):
-        alone = [answers(plain, [index], **fields)[0][0] for index in range(4)]
-        found = answers(llm, range(4), **fields)
+        alone = [counted_answers(plain, [index], **fields)[0][0] for index in range(4)]
+        found = counted_answers(llm, range(4), **fields)
         assert [tokens for tokens, _ in found] == alone
-        assert [tokens for tokens, _ in answers(plain, range(4), **fields)] == alone
+        assert [tokens for tokens, _ in counted_answers(plain, range(4), **fields)] == alone
         assert sum(accepted for _, accepted in found) > 0
     assert llm.engine.slots.free.counts.reused == len(PROMPTS) or not GROWS
     without = LLM(theirs, drafter=None, num_speculative_tokens=0, **{**options, "adapters": None})
     bare = without.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
     same = [
-        output.outputs[0].token_ids == answers(plain, [index], temperature=0.0)[0][0]
+        output.outputs[0].token_ids == counted_answers(plain, [index], temperature=0.0)[0][0]
         for index, output in enumerate(bare)
     ]
     assert same == [False, True, False, False]

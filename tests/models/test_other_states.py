@@ -30,6 +30,7 @@ from recurrent_support import (
     LFM2_SIZES,
     on_kernels,
     reference_of,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_nemotron,
@@ -42,6 +43,8 @@ MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     **{f"lfm2 {name}": (tiny_lfm2, sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": (tiny_granite_hybrid, sizes) for name, sizes in GRANITE_SIZES.items()},
     "nemotron": (tiny_nemotron, {}),
+    "falcon": (tiny_falcon_h1, {}),
+    "falcon normed": (tiny_falcon_h1, {"mamba_rms_norm": True, "mamba_conv_bias": False, "num_key_value_heads": 4}),
 }
 TOKENS = [(7 * place + 1) % VOCAB for place in range(70)]
 

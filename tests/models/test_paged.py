@@ -26,6 +26,7 @@ SPECS: dict[str, Callable[[], NativeSpec]] = {
     "window": lambda: random_spec(window=150),
     "every feature": lambda: with_every_feature(random_spec(heads=4, kv_heads=2)),
     "latent": lambda: with_latent(random_spec(width=100)),
+    "narrow values": lambda: random_spec(head_dim=48, value_dim=32),
 }
 
 

@@ -183,8 +183,9 @@ def test_on_cuda_hybrids_have_quantised_weights_and_may_be_deterministic(
 
 def gates_of(model: Transformer) -> list[Any]:
     """The matrices of recurrent layers' gates and of routers."""
-    mixers = [block.mixer.gates for block in model._blocks if isinstance(block.mixer, RecurrentLayer)]
-    return mixers + [block.mlp.router for block in model._blocks if isinstance(block.mlp, Experts)]
+    mixers = [mixer for block in model._blocks for mixer in block.mixers if isinstance(mixer, RecurrentLayer)]
+    routers = [block.mlp.router for block in model._blocks if isinstance(block.mlp, Experts)]
+    return [*(mixer.gates for mixer in mixers), *routers]
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

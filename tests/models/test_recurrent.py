@@ -34,6 +34,7 @@ from recurrent_support import (
     in_torch,
     on_kernels,
     reference_of,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm3,
@@ -60,12 +61,16 @@ MODELS: dict[str, Callable[[], AnyModel]] = {
     "granite bf16": lambda: on_kernels(tiny_granite_hybrid(), None),
     "granite int8": lambda: on_kernels(tiny_granite_hybrid(**GRANITE_SIZES["grouped"])),
     "nemotron int8": lambda: on_kernels(tiny_nemotron()),
+    "falcon bf16": lambda: on_kernels(tiny_falcon_h1(), None),
+    "falcon int4": lambda: on_kernels(tiny_falcon_h1(), "int4"),
 }
 THEIRS: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: functools.partial(tiny_qwen3_5, **sizes) for name, sizes in SIZES.items()},
     **{f"lfm2 {name}": functools.partial(tiny_lfm2, **sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": functools.partial(tiny_granite_hybrid, **sizes) for name, sizes in GRANITE_SIZES.items()},
     "nemotron": functools.partial(tiny_nemotron, kinds="m-fm-"),
+    "falcon": functools.partial(tiny_falcon_h1, mamba_rms_norm=True),
+    "falcon without norm": tiny_falcon_h1,
 }
 _rng = random.Random(2)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(size)] for size in (1, 5, 40, 2, 19, 7)]
@@ -124,11 +129,14 @@ def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_o
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
-@pytest.mark.parametrize("make", [tiny_qwen3_5, tiny_qwen3_next])
-def test_stored_codes_are_kept_also_where_their_rows_are_in_another_order(
-    make: Callable[[], PreTrainedModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("make", "more"), [(tiny_qwen3_5, 0), (tiny_qwen3_next, 0), (tiny_falcon_h1, 2)])
+def test_stored_codes_are_kept_also_where_their_rows_are_in_another_order_or_multiplied(
+    make: Callable[[], PreTrainedModel], more: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gates lie between the queries, and Qwen3-Next has the rows of a key head together."""
+    """Gates lie between the queries, and Qwen3-Next has the rows of a key head together.
+
+    more: stored matrices that become two parts, as the first one of Mamba-2.
+    """
     caplog.set_level("INFO", "paceline")
     make().save_pretrained(tmp_path)
     matrices = convert_files(tmp_path, CONVERTERS["compressed-tensors W8A8"])
@@ -138,7 +146,7 @@ def test_stored_codes_are_kept_also_where_their_rows_are_in_another_order(
     assert at_once is not None
     first = slice(0, 1 << 14)  # bytes of the first layer's first matrix
     assert (straight[first] == at_once[first]).float().mean() > 0.9, "rows in another order give 0.1"
-    assert f"{len(matrices)} int8 as stored" in caplog.messages[-1]
+    assert f"{len(matrices) + more} int8 as stored" in caplog.messages[-1]
     assert any("q_proj" in name for name in matrices)
 
 
@@ -263,7 +271,7 @@ def test_saved_states_let_another_text_begin_with_a_part_of_this_one() -> None:
     assert [states.reusable(0, size) for size in (19, 40)] == [0, 20]
 
 
-@pytest.mark.parametrize("kind", ["torch", "int8", "lfm2 int8", "granite int8"])
+@pytest.mark.parametrize("kind", ["torch", "int8", "lfm2 int8", "granite int8", "falcon int4"])
 def test_prompts_with_a_common_beginning_reuse_states_and_answers_stay_the_same(kind: str) -> None:
     rng = random.Random(3)
     document = [rng.randrange(VOCAB) for _ in range(40)]

@@ -24,6 +24,7 @@ from recurrent_support import (
     GRANITE_SIZES,
     LFM2_SIZES,
     save_with_head,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
@@ -100,6 +101,11 @@ def random_nemotron(chance: random.Random, seed: int, path: Path) -> Subject:
     return of_other_kind(tiny_nemotron(seed, "".join(chance.sample("mef-", 4)) + "m"), chance, path)
 
 
+def random_falcon(chance: random.Random, seed: int, path: Path) -> Subject:
+    normed = chance.random() < 0.5
+    return of_other_kind(tiny_falcon_h1(seed, chance.randint(1, 3), mamba_rms_norm=normed), chance, path)
+
+
 def of_other_kind(theirs: PreTrainedModel, chance: random.Random, path: Path) -> Subject:
     theirs.save_pretrained(path)
     return Subject(theirs, load_model(path, dtype=torch.float32), None, chance)
@@ -128,6 +134,7 @@ KINDS = {
     "granite": random_granite,
     "granite_moe": random_granite_moe,
     "nemotron": random_nemotron,
+    "falcon": random_falcon,
 }
 WITH_OWN_HEAD = "qwen3_5", "qwen3_5_moe"
 WITH_EXPERTS = "qwen3_5_moe", "lfm2_moe", "granite_moe", "nemotron"  # which no device runs whole rounds of

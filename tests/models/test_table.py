@@ -32,6 +32,7 @@ from paceline.models.load.loading import load_model
 from recurrent_support import (
     GRANITE_SIZES,
     tiny_bamba,
+    tiny_falcon_h1,
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
@@ -119,9 +120,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "granitemoehybrid": tiny_granite_hybrid,
     "granitemoehybrid with experts": functools.partial(tiny_granite_hybrid, **GRANITE_SIZES["experts"]),
     "bamba": tiny_bamba,
+    "falcon_h1": tiny_falcon_h1,
     "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
+    "mimo_v2_flash": functools.partial(of_table, "mimo_v2_flash", hidden_size=64, head_dim=48, v_head_dim=32),
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
@@ -136,7 +139,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
         lambda path, theirs: written_qwen3_5(path, theirs.state_dict(), theirs.config, 0),
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
-    "granitemoehybrid": written_mamba2,
+    **dict.fromkeys(("granitemoehybrid", "falcon_h1"), written_mamba2),
     **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "deepseek_v3"), written_latent),
 }
 
@@ -167,13 +170,18 @@ def check_greedy(name: str, texts: Sequence[list[int]], way: object) -> None:
         assert text == best_of(name, row, tuple(text)), (way, row)
 
 
+@functools.cache
+def draft_model(vocab_size: int) -> PreTrainedModel:
+    kind, fields = NATIVE["llama"]
+    return tiny(kind, fields | {"head_dim": 16, "vocab_size": vocab_size}, seed=5)
+
+
 def draft_of(theirs: PreTrainedModel, drafter: str | None) -> dict[str, Any]:
     """Options of a drafter; the draft model is another random model of the same vocabulary."""
     if drafter is None:
         return {}
-    kind, fields = NATIVE["llama"]
-    draft = tiny(kind, fields | {"head_dim": 16, "vocab_size": theirs.config.vocab_size}, seed=5)
-    return {"num_speculative_tokens": 2} | ({"draft_model": draft} if drafter == "model" else {})
+    draft = {"draft_model": draft_model(theirs.config.vocab_size)} if drafter == "model" else {}
+    return {"num_speculative_tokens": 2, **draft}
 
 
 def run(llm: LLM, prompts: Sequence[list[int]]) -> list[tuple[list[int], Any]]:

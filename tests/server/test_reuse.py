@@ -11,6 +11,7 @@ import pytest
 
 from paceline.config import ServerConfig
 from paceline.core.row_tables import GROWS
+from paceline.engine.tensor_file import decoded
 from server_support import Live, start
 from web import client
 
@@ -133,7 +134,9 @@ def test_after_a_restart_a_key_finds_its_own_texts_in_files(tiny: str, tmp_path:
     config = ServerConfig(port=0, served_model_name="tiny", api_keys=("one", "two"))
     prompt = "what the first key says, in more than the sixty-four tokens that are worth a file of their own"
 
-    options: dict[str, Any] = {"prefix_dir": str(tmp_path), "attention": "native", "dtype": "auto"}
+    prefixes, kept = tmp_path / "prefixes", tmp_path / "answers"
+    options: dict[str, Any] = {"prefix_dir": str(prefixes), "lookup_dir": str(kept)}
+    options |= {"drafter": "ngram", "attention": "native", "dtype": "auto"}
 
     def cached_of(live: Live, key: str) -> int:
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
@@ -145,9 +148,11 @@ def test_after_a_restart_a_key_finds_its_own_texts_in_files(tiny: str, tmp_path:
 
     for live in start(config, tiny, **options):
         assert cached_of(live, "one") == 0
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(prefixes.iterdir())) == 1
     for live in start(config, tiny, **options):
         assert (cached_of(live, "two"), read_back(live)) == (0, False), "another key neither finds it nor waits for it"
         assert (cached_of(live, "one"), read_back(live)) == (len(prompt) - 1, True)
         assert "in files" in live.context.llm.engine.describe()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(prefixes.iterdir())) == 2
+    (file,) = kept.glob("*.answers")
+    assert len(decoded(bytearray(file.read_bytes()))[1]["scopes"]) == 2, "answers of each key by themselves"

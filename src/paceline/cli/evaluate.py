@@ -17,7 +17,7 @@ import typer
 from paceline.cli.command import Command
 from paceline.cli.console import Sheet, note, stderr, working
 from paceline.cli.document import command_line, end, need_matplotlib
-from paceline.cli.flags import PREFIX_FILES, with_flags
+from paceline.cli.flags import KEPT_FILES, with_flags
 from paceline.cli.options import DEFAULT_MODEL, EngineFlags, Model, Quiet, numbers, whole_numbers
 from paceline.config import SamplingParams
 from paceline.config.files import check_directory, write_text
@@ -198,7 +198,7 @@ def _with_error(share: MeanWithError, sign: str = "") -> str:
     return f"{100 * share.mean:{sign}.1f}{error}"
 
 
-app.command(cls=Command)(with_flags(humaneval, without={"max_batch_size", *PREFIX_FILES}))  # it has --n
+app.command(cls=Command)(with_flags(humaneval, without={"max_batch_size", *KEPT_FILES}))  # it has --n
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -38,7 +38,7 @@ PANELS: Mapping[type, str] = {
     DraftData: "Data",
     DraftTraining: "Training",
 }
-PREFIX_FILES = frozenset({"prefix_dir", "prefix_dir_size"})  # left out where times or texts are compared
+KEPT_FILES = frozenset({"prefix_dir", "prefix_dir_size", "lookup_dir"})  # left out where times or texts are compared
 _TUNED = "tuned once for all targets; Python can set it"
 NOT_FLAGS: Mapping[type, Mapping[str, str]] = {
     EngineConfig: {"benchmark": "commands return real texts; benchmarks in Python set it"},

@@ -17,7 +17,7 @@ from paceline.cli.console import Stdout, report_error
 from paceline.cli.conversation import WITHOUT as NOT_SET_IN_CHATS
 from paceline.cli.demo import demo
 from paceline.cli.evaluate import app as eval_app
-from paceline.cli.flags import PREFIX_FILES, with_flags
+from paceline.cli.flags import KEPT_FILES, with_flags
 from paceline.cli.generate import generate
 from paceline.cli.models import list_models, ps, rm, show
 from paceline.cli.plan import WITHOUT as NOT_PLANNED
@@ -73,13 +73,13 @@ app.command(cls=Command)(with_flags(plan, without=NOT_PLANNED))
 for shown in (show, rm, ps):
     app.command(cls=Command)(shown)
 app.command(cls=Command)(
-    with_flags(verify, without={"num_speculative_tokens", "acceptance", *PREFIX_FILES})
+    with_flags(verify, without={"num_speculative_tokens", "acceptance", *KEPT_FILES})
 )  # it has --lengths and tries both rules
 app.command(cls=Command)(
-    with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile", *PREFIX_FILES})
+    with_flags(profile, without={"num_speculative_tokens", "max_batch_size", "profile", *KEPT_FILES})
 )  # it varies them
-app.command(cls=Command)(with_flags(trace, without={*NOT_TRACED, *PREFIX_FILES}))
-app.command(cls=Command)(with_flags(train_draft, without={*WITHOUT, *PREFIX_FILES}))
+app.command(cls=Command)(with_flags(trace, without={*NOT_TRACED, *KEPT_FILES}))
+app.command(cls=Command)(with_flags(train_draft, without={*WITHOUT, *KEPT_FILES}))
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 

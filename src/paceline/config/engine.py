@@ -96,6 +96,18 @@ class EngineConfig:
             '``acceptance="rejection"``, whose texts depend on the drafts.',
         ),
     ] = 262_144
+    lookup_dir: Annotated[
+        str | None,
+        FileName("the name of a directory"),
+        Help(
+            "Directory for the answers that n-gram lookup holds: read at the start, written at the end and every five "
+            "minutes.",
+            more="Its files have the tokens of answers, so the directory must be this user's, and is made for this "
+            "user alone. They are for the same model files and tokenizer, and as in memory for the same client, "
+            "adapter and ``cache_salt``. Each engine that runs at a time has a file of its own. A server ends so at "
+            "SIGTERM, an ``LLM`` with ``close``.",
+        ),
+    ] = None
     profile: Annotated[
         str | None,
         FileName(),
@@ -346,6 +358,14 @@ class EngineConfig:
         return self.draft_tokens and self.drafter_kind is not None and self.drafter_kind.copies
 
     @property
+    def shares_answers(self) -> bool:
+        """Whether requests may copy from the answers of others.
+
+        The rejection rule's texts depend on the drafts: the same call gives the same text only without earlier answers.
+        """
+        return self.prefix_cache and self.acceptance != "rejection"
+
+    @property
     def drafter_kind(self) -> DrafterKind | None:
         """The drafter's class or object; None for plain decoding and for "auto", which is not resolved yet."""
         return None if self.drafter is None or self.drafter == "auto" else DRAFTERS.get(self.drafter)
@@ -407,6 +427,7 @@ class EngineOptions(TypedDict, total=False):
     speculation_width: int | Literal["auto"]
     draft_vocab_size: int | None
     lookup_tokens: int
+    lookup_dir: str | None
     profile: str | None
     acceptance: AcceptanceName | str
     benchmark: bool
@@ -447,6 +468,7 @@ class FamiliarOptions(EngineOptions, total=False):
 _DRAFTER = "a drafter: drafter other than None"
 _DRAFT_MODEL = "a drafter with a draft model: drafter='model' or 'hybrid'"
 LOOKS_UP = "n-gram lookup: drafter='ngram' or 'hybrid', and num_speculative_tokens other than 0"
+LOOKS_UP_ANSWERS = "n-gram lookup in answers that requests share: lookup_tokens, prefix_cache and acceptance='coupled'"
 
 _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "num_speculative_tokens": (lambda config: config.drafter is not None, _DRAFTER),
@@ -461,6 +483,10 @@ _NEEDS: Mapping[str, tuple[Callable[[EngineConfig], bool], str]] = {
     "draft_dtype": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "draft_quantization": (lambda config: config.asks_draft_model, _DRAFT_MODEL),
     "lookup_tokens": (lambda config: config.looks_up, LOOKS_UP),
+    "lookup_dir": (
+        lambda config: config.looks_up and config.lookup_tokens > 0 and config.shares_answers,
+        LOOKS_UP_ANSWERS,
+    ),
     "reference_documents": (lambda config: config.looks_up, LOOKS_UP),
     "prefix_memory": (lambda config: config.prefix_cache, "the prefix cache: prefix_cache=True"),
     "prefix_dir_size": (lambda config: config.prefix_dir is not None, "prefix_dir"),

@@ -77,12 +77,19 @@ def lock(file: IO[Any], option: str, path: Path, allowed: str) -> None:
 
     Raises ParameterError if another one has it, or if the file system has no locks.
     """
+    if not try_lock(file, option, path):
+        raise ParameterError(option, str(path), allowed)
+
+
+def try_lock(file: IO[Any], option: str, path: Path) -> bool:
+    """The same as ``lock``, but returns False if another process has it."""
     try:
         _take(file)
-    except (BlockingIOError, PermissionError) as error:
-        raise ParameterError(option, str(path), allowed) from error
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError as error:
         raise ParameterError(option, str(path), f"on a file system that can lock files ({error})") from error
+    return True
 
 
 def _take(file: IO[Any]) -> None:

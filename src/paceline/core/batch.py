@@ -31,10 +31,12 @@ class RequestGroup:
     """Parallel samples of one request. Their n-gram drafts may copy from the request's references and from answers.
 
     references: token ids of each reference. scope: whose answers they copy from, those of requests with an equal one.
+    shared: whether other requests may have an equal scope, now or after a restart.
     """
 
     references: Sequence[Sequence[int]] = ()
     scope: tuple[str, ...] = ()
+    shared: bool = False
 
 
 class ParallelSample(NamedTuple):

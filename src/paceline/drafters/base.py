@@ -11,6 +11,7 @@ from paceline.config.registry import DrafterKind
 from paceline.core.batch import Batch, ParallelSample, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.row_keeper import RowKeeper, RowKeepers
+from paceline.drafters.answers import AnswerTexts
 from paceline.errors import ParameterError
 from paceline.models.base import AnyModel
 from paceline.models.decoding.decoder import Decoder
@@ -67,6 +68,7 @@ class Drafter(RowKeeper):
     sources: names of the kinds of its last draft tokens (``Draft.kinds``).
     paying_rows: largest batch for which drafting was measured to pay; None: not measured.
     one_pass: whether a draft takes the same time whatever its number of tokens.
+    answers: answers of requests that it copies from; None: it copies from none.
     """
 
     name: ClassVar[str]
@@ -80,6 +82,7 @@ class Drafter(RowKeeper):
     sources: Sequence[str] = ("draft tokens",)
     paying_rows: int | None = None
     one_pass = False
+    answers: AnswerTexts | None = None
 
     @classmethod
     def build(cls, equipment: Equipment, /) -> Drafter:  # noqa: ARG003
@@ -139,6 +142,10 @@ class Wrapper(RowKeepers, Drafter):
     @property
     def one_pass(self) -> bool:  # type: ignore[override]
         return self.inner.one_pass
+
+    @property
+    def answers(self) -> AnswerTexts | None:  # type: ignore[override]
+        return self.inner.answers
 
     @property
     def decoders(self) -> Sequence[DraftDecoder]:

@@ -41,7 +41,7 @@ class HybridDrafter(RowKeepers, Drafter):
         self._ngram, self._model = ngram, model
         self.uses_torch = model.uses_torch or ngram.uses_torch
         self.width = max(ngram.width, model.width)
-        self.paying_rows, self.one_pass = model.paying_rows, model.one_pass
+        self.paying_rows, self.one_pass, self.answers = model.paying_rows, model.one_pass, ngram.answers
         self.sources = *ngram.sources, *model.sources
         self.on_device = ngram.on_device and model.on_device and self.width == 1
 

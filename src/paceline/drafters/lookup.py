@@ -16,10 +16,11 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, product, takewhile
+from itertools import chain, islice, product, takewhile
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.kernels import abi, native
@@ -31,6 +32,16 @@ MAX_OWN_POSITIONS = 4096  # the same of a row's last token in its own text, for 
 OWN, REFERENCES, ANSWERS, DOCUMENTS = range(4)  # sources, in order of preference
 WHOLE = 100  # a share of all, in percent
 UNLIMITED = 2**62  # tokens
+
+
+class TextContents(NamedTuple):
+    """Texts end to end, the oldest first.
+
+    tokens: [T] int32, of all texts. sizes: [N] int64, the number of tokens of each text.
+    """
+
+    tokens: NDArray[np.int32]
+    sizes: NDArray[np.int64]
 
 
 class TextIndex(Protocol):
@@ -47,6 +58,10 @@ class TextIndex(Protocol):
 
     def size(self, number: int) -> int:
         """Tokens of a text; 0 if it does not exist or was forgotten."""
+        ...
+
+    def contents(self) -> TextContents:
+        """A copy of all texts."""
         ...
 
 
@@ -154,6 +169,12 @@ class NativeTextIndex:
         array = np.array(tokens, dtype=np.int64)
         self._library.pl_texts_append(self.handle, number, array.ctypes.data, len(array))
 
+    def contents(self) -> TextContents:
+        sizes = np.empty(self._library.pl_texts_count(self.handle), np.int64)
+        tokens = np.empty(self.held, np.int32)
+        self._library.pl_texts_copy(self.handle, tokens.ctypes.data, sizes.ctypes.data)
+        return TextContents(tokens, sizes)
+
 
 class NativeLookup:
     """Searches by one call of the native extension."""
@@ -255,6 +276,10 @@ class HostTextIndex:
 
     def size(self, number: int) -> int:
         return len(self.texts.get(number, ()))
+
+    def contents(self) -> TextContents:
+        tokens = np.array([*chain.from_iterable(self.texts.values())], np.int32)
+        return TextContents(tokens, np.array([len(text) for text in self.texts.values()], np.int64))
 
     def append(self, number: int, tokens: Sequence[int]) -> None:
         if self.has_forgotten(number):

@@ -6,9 +6,7 @@ Answers are those of all requests of one scope, finished or running, parallel sa
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +14,7 @@ from paceline.config import MAX_SPECULATION_LENGTH
 from paceline.core.batch import Batch, ParallelSample, RequestGroup, SpeculationPlan
 from paceline.core.draft import SIBLING_KIND, Draft
 from paceline.core.row_keeper import PerRow
+from paceline.drafters.answers import AnswerTexts
 from paceline.drafters.base import Drafter, Equipment
 from paceline.drafters.branches import DraftTree, draft_of
 from paceline.drafters.lookup import (
@@ -41,38 +40,6 @@ CONFIDENCE = [
 _KINDS = [[source] * MAX_SPECULATION_LENGTH for source in range(SIBLING_KIND)]
 STRONG_MATCH = 5  # tokens
 STRONG = CONFIDENCE[STRONG_MATCH][0]  # score of the first draft token after such a match
-
-
-class AnswerTexts:
-    """Indexes of answers by scope, of at most ``most`` tokens in all.
-
-    The oldest answers of a scope go first, and scopes that were not used for longest.
-    """
-
-    def __init__(self, make: Callable[[], TextIndex], most: int) -> None:
-        self._make, self._most, self.held = make, most, 0
-        self._scopes: OrderedDict[tuple[str, ...], _Scope] = OrderedDict()
-
-    def of(self, scope: tuple[str, ...]) -> tuple[TextIndex, int]:
-        """The index of a scope, and the number of a new text in it."""
-        entry = self._scopes.get(scope) or self._scopes.setdefault(scope, _Scope(self._make()))
-        self._scopes.move_to_end(scope)
-        return entry.texts, next(entry.numbers)
-
-    def count(self, scope: tuple[str, ...]) -> None:
-        """Note that a scope has grown, and forget others if they are too many tokens together."""
-        if (entry := self._scopes.get(scope)) is not None:
-            before, entry.held = entry.held, entry.texts.held
-            self.held += entry.held - before
-        while self.held > self._most and len(self._scopes) > 1:
-            self.held -= self._scopes.popitem(last=False)[1].held
-
-
-class _Scope:
-    """The answers of one scope, the numbers of further ones, and the tokens that were counted."""
-
-    def __init__(self, texts: TextIndex) -> None:
-        self.texts, self.numbers, self.held = texts, count(), 0
 
 
 class NgramDrafter(Drafter):
@@ -138,7 +105,7 @@ class NgramDrafter(Drafter):
         beside = self._sources_of(slot, sample)
         if self.answers is not None and (answers := beside.answers) is not None:
             answers.append(beside.number, text[answers.size(beside.number) :])
-            self.answers.count(sample.group.scope)
+            self.answers.count(sample.group)
 
     def _sources(self, batch: Batch) -> list[CopySources[Any]] | None:
         """The sources of each row beside its own text and the documents; None if no row has any."""
@@ -150,7 +117,7 @@ class NgramDrafter(Drafter):
 
     def _sources_of(self, slot: int, sample: ParallelSample) -> CopySources[Any]:
         if slot not in self._of_slots:
-            answers, number = (None, 0) if self.answers is None else self.answers.of(sample.group.scope)
+            answers, number = (None, 0) if self.answers is None else self.answers.of(sample.group)
             references = self._references_of(sample.group)
             self._of_slots[slot] = CopySources(references, answers, number, sample.prompt_tail)
         return self._of_slots[slot]

@@ -28,6 +28,7 @@ from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.decoding.draft_vocabulary import DraftVocabulary
 from paceline.models.decoding.native_draft import NativeDraftDecoder
+from paceline.models.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Models:
     costs: cost tables measured by engines with these models.
     users: objects that hold the models; the last one to give them back closes a target shared with other ranks.
     embeds_only: whether the target has no output head, so that texts can be embedded only.
+    tokenizer: of the target; None if prompts and answers are token ids.
     """
 
     target: AnyModel
@@ -50,6 +52,7 @@ class Models:
     costs: dict[tuple[object, ...], CostTable] = field(default_factory=dict)  # measured by engines with these models
     users: WeakSet[object] = field(default_factory=WeakSet)
     embeds_only: bool = False
+    tokenizer: Tokenizer | None = None
 
     def give_back(self, user: object) -> None:
         """Remove a user. With the last one, the other ranks of a shared target end."""

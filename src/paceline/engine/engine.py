@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams
+from paceline.config.engine import LOOKS_UP_ANSWERS
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch, RowStart
 from paceline.core.cpus import Node
@@ -23,6 +24,7 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
+from paceline.engine.answer_file import AnswerFile
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
 from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.chunks import PrefillChunker, PromptSlice
@@ -51,7 +53,7 @@ from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
 from paceline.lengths.profile import Identity, Profile
 from paceline.models.base import FlatModel
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.files.fingerprint import is_from_files, model_hash
+from paceline.models.files.fingerprint import hash_of_files, is_from_files, model_hash
 
 __all__ = ["Engine", "Models", "Request"]
 
@@ -99,7 +101,7 @@ class Engine:
         self._profile = self._load_profile()
         self.use_policy(self._policy())
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
-        self._files = self._open_files()
+        self._files, self._answer_file = self._open_files(), self._open_answer_file()
         self.slots = SlotAllocator(self.batch, self.parts, self.room, self._files)
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._graph = self._make_graph()
@@ -272,12 +274,39 @@ class Engine:
         largest = 2 * room.bytes_for(room.positions) + self.parts.target.largest_states
         return PrefixFiles(Path(config.prefix_dir), config.prefix_dir_size, kind, largest)
 
+    def _open_answer_file(self) -> AnswerFile | None:
+        """Read the answers in ``lookup_dir``; None without one. Raises ParameterError where it cannot be used."""
+        config, target, answers = self.config, self.models.target, self.parts.drafter.answers
+        if config.lookup_dir is None:
+            return None
+        if answers is None or not config.shares_answers:
+            raise ParameterError("lookup_dir", config.lookup_dir, f"left out here; it needs {LOOKS_UP_ANSWERS}")
+        if not is_from_files(target):
+            allowed = "left out with models that were not loaded from files, by which its files are told apart"
+            raise ParameterError("lookup_dir", config.lookup_dir, allowed)
+        tokenizer = self.models.tokenizer
+        vocabulary = "no tokenizer" if tokenizer is None else tokenizer.fingerprint()
+        fingerprint = f"{hash_of_files(Path(target.name))} {vocabulary}"
+        return AnswerFile(Path(config.lookup_dir), fingerprint, answers, target.vocab_size)
+
+    def clear_answers(self) -> None:
+        """Forget all answers that n-gram lookup holds, also the file of them in ``lookup_dir``."""
+        if (answers := self.parts.drafter.answers) is not None:
+            answers.clear()
+        if self._answer_file is not None:
+            self._answer_file.clear()
+
     @ignore_torch_context
     @torch.inference_mode()
     def close(self) -> None:
-        """End all requests, and write all prefixes to ``prefix_dir``. The engine cannot be used afterwards."""
+        """End all requests, write all prefixes to ``prefix_dir`` and all answers to ``lookup_dir``.
+
+        The engine cannot be used afterwards.
+        """
         for request_id in list(self._requests):
             self.abort(request_id)
+        if self._answer_file is not None:
+            self._answer_file.close()
         if self._files is not None:
             self.slots.write_all()
             self._files.close()
@@ -450,6 +479,8 @@ class Engine:
             if output.finished:
                 output.close()
                 del self._requests[output.request_id]
+                if self._answer_file is not None:
+                    self._answer_file.answer_ended()
         return outputs
 
     @ignore_torch_context

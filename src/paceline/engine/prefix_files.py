@@ -25,9 +25,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from paceline.engine.prefix_format import MAX_HEADER, DamagedFileError, Header, decoded, encoded, read_header
 from paceline.engine.prefixes import PrefixCounts, Scope, common_prefix_length, reusable_tokens
-from paceline.errors import ParameterError
+from paceline.engine.private_files import check_directory, content_of, opened, remove, store
+from paceline.engine.tensor_file import MAX_HEADER, DamagedFileError, Header, decoded, encoded, read_header
 
 log = logging.getLogger("paceline")
 
@@ -91,7 +91,7 @@ class PrefixFiles:
         self._files: dict[str, PrefixFile] = {}
         self._reading: dict[str, Future[dict[str, Tensor] | None]] = {}
         self._reader, self._writer = (ThreadPoolExecutor(1, f"prefix {kind}") for kind in ("reader", "writer"))
-        _check_directory(path)
+        check_directory("prefix_dir", path)
         for file, _ in sorted(self._stats(), key=lambda each: each[1].st_mtime):
             self._index(file)
 
@@ -136,7 +136,7 @@ class PrefixFiles:
     def _read(self, file: PrefixFile) -> dict[str, Tensor] | None:
         path = self._path / file.name
         try:
-            data = _content(path, self._largest)
+            data = content_of(path, self._largest)
             header, tensors = decoded(data)
             if header.metadata.get("fingerprint") != self._fingerprint or header.metadata.get("scope") != file.scope:
                 raise DamagedFileError("it is another file")
@@ -202,7 +202,7 @@ class PrefixFiles:
             return
         try:
             self._make_room(size)
-            _store(self._path, name, parts, time.time() - age)
+            store(self._path, name, parts, time.time() - age)
         except OSError as error:
             log.warning("a prefix could not be written to %s: %s", self._path, error)
             return
@@ -211,7 +211,7 @@ class PrefixFiles:
             self.counts.written += 1
         for file in related:
             self._forget(file.name)
-            _remove(self._path / file.name)
+            remove(self._path / file.name)
 
     def _make_room(self, size: int) -> None:
         """Remove the files used longest ago until ``size`` bytes more fit."""
@@ -221,7 +221,7 @@ class PrefixFiles:
             if total + size <= self._limit:
                 return
             self._forget(path.name)
-            _remove(path)
+            remove(path)
             total -= each
 
     def close(self) -> None:
@@ -239,12 +239,12 @@ class PrefixFiles:
                 if entry.name.endswith(_SUFFIX) and stat.S_ISREG(found.st_mode):
                     yield Path(entry.path), found
                 elif entry.name.endswith(_UNFINISHED) and time.time() - found.st_mtime > _STALE:
-                    _remove(Path(entry.path))
+                    remove(Path(entry.path))
 
     def _index(self, path: Path) -> None:
         """Note what a file has, if this engine can read it; remove it if it is damaged."""
         try:
-            with _opened(path) as file:
+            with opened(path) as file:
                 header = read_header(file.read(MAX_HEADER + 8))
                 if header.metadata.get("fingerprint") != self._fingerprint:
                     return
@@ -266,7 +266,7 @@ class PrefixFiles:
     def _remove_damaged(self, path: Path, why: str) -> None:
         log.warning("the prefix file %s is not used, and removed: %s", path, why)
         self.counts.refused += 1
-        _remove(path)
+        remove(path)
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -290,53 +290,3 @@ def _is_one_text(one: Sequence[int], other: Sequence[int]) -> bool:
 
 def _hashed(scope: str) -> str:
     return hashlib.sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _check_directory(path: Path) -> None:
-    """Make a directory for its owner alone if there is none. Raises ParameterError for one that others may write to."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except OSError as error:
-        raise ParameterError(
-            "prefix_dir", str(path), f"a directory that can be made and written to ({error})"
-        ) from None
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
-        raise ParameterError("prefix_dir", str(path), "a directory of this user, to which nobody else may write")
-
-
-def _opened(path: Path) -> BufferedReader:
-    """Open a regular file, and no link, for reading. Raises OSError."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    return os.fdopen(os.open(path, flags), "rb")
-
-
-def _content(path: Path, most: int) -> bytearray:
-    """Return a file's bytes. Raises DamagedFileError if it is no file of at most ``most`` bytes."""
-    with _opened(path) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-            raise DamagedFileError("its size is wrong")
-        data = bytearray(found.st_size)
-        if file.readinto(data) != len(data):
-            raise DamagedFileError("it became shorter")
-        return data
-
-
-def _store(directory: Path, name: str, parts: Sequence[memoryview], used: float) -> None:
-    """Write a file that is whole or not there, for the owner alone. used: its time stamp, seconds of time.time."""
-    unfinished = directory / (name + _UNFINISHED)
-    try:
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            for part in parts:
-                file.write(part)
-        os.utime(unfinished, (used, used))
-        unfinished.replace(directory / name)
-    except OSError:
-        _remove(unfinished)
-        raise
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()

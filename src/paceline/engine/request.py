@@ -118,9 +118,9 @@ class Intake:
 
     def _request_group(self, request: Request) -> RequestGroup:
         """Return the texts that drafts can be copied from beside a sample's own text."""
-        # The rejection rule's texts depend on the drafts: the same call gives the same text only without earlier ones.
-        shares = request.params.keep_prefix and self.config.prefix_cache and self.config.acceptance != "rejection"
-        return RequestGroup(request.references, _owner_parts(request) if shares else (f"{next(self._private)}",))
+        shares = request.params.keep_prefix and self.config.shares_answers
+        scope = _owner_parts(request) if shares else (f"{next(self._private)}",)
+        return RequestGroup(request.references, scope, shares)
 
     def _scope_of(self, request: Request) -> Scope:
         """Return which cached prefixes a prompt may reuse, and which requests may reuse its own."""

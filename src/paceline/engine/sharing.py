@@ -174,6 +174,10 @@ class SharedEngine:
         self._left.append(call)
         self._sweep_if_free()
 
+    def clear_answers(self) -> None:
+        """See ``LLM.clear_answers``."""
+        self._turn(self.engine.clear_answers)
+
     def close(self) -> None:
         """End all calls, and the engine."""
         self._turn(self.engine.close)

@@ -92,7 +92,8 @@ def _product(linear: abi.CLinear) -> _Product:
 def _linears(model: abi.CModelSpec) -> Iterator[abi.CLinear]:
     for index in range(model.layer_count):
         layer = model.layers[index]
-        for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+        of_states = [layer.recurrent.contents.first, layer.recurrent.contents.second] if layer.recurrent else []
+        for linear in (layer.qkv, layer.attention_out, *of_states, layer.gate_up, layer.down):
             if linear.weights:
                 yield linear
 

@@ -124,8 +124,9 @@ class CRecurrent(Structure):
     """csrc: Recurrent."""
 
     _fields_ = (
-        ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p),
-        ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float), ("least_step", c_float),
+        ("first", CLinear), ("second", CLinear), ("gates", CLinear), ("conv", c_void_p), ("rate", c_void_p),
+        ("bias", c_void_p), ("norm", c_void_p), ("conv_bias", c_void_p), ("skip", c_void_p), ("epsilon", c_float),
+        ("least_step", c_float), ("place", c_int32),
     )
 
 
@@ -199,10 +200,10 @@ class CLayer(Structure):
         ("attention_out_norm", c_void_p), ("mlp_out_norm", c_void_p), ("cosine", c_void_p), ("sine", c_void_p),
         ("rotary_half", c_int32), ("scale", c_float), ("norm_all", c_int32), ("activation", c_int32),
         ("recurrent", POINTER(CRecurrent)), ("gated", c_int32), ("place", c_int32), ("table", c_int32),
-        ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("looks_ahead", c_int32),
-        ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p), ("experts", POINTER(CExperts)),
-        ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32), ("cap", c_float),
-        ("balance", c_void_p), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
+        ("reads_only", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("value_dim", c_int32),
+        ("looks_ahead", c_int32), ("v_norm", c_void_p), ("input", POINTER(CTokenInput)), ("scale_out", c_void_p),
+        ("experts", POINTER(CExperts)), ("sinks", c_void_p), ("latent", POINTER(CLatent)), ("norm_after", c_int32),
+        ("cap", c_float), ("balance", c_void_p), ("parallel", c_int32), ("plain", c_int32), ("shape", c_void_p),
         ("convs", POINTER(CBlockConv)), ("attended", c_void_p), ("activated", c_void_p),
         ("changes", POINTER(CLowRank) * 4),
     )
@@ -258,13 +259,20 @@ class CModelSpec(Structure):
     )
 
 
+class CCacheVectors(Structure):
+    """csrc: CacheVectors."""
+
+    _fields_ = (
+        ("data", c_void_p), ("pages", c_void_p), ("layer_stride", c_int64), ("page_stride", c_int64),
+        ("head_stride", c_int64), ("position_stride", c_int64),
+    )
+
+
 class CKVTable(Structure):
     """csrc: KVTable."""
 
     _fields_ = (
-        ("keys", c_void_p), ("values", c_void_p), ("pages", c_void_p), ("layer_stride", c_int64),
-        ("page_stride", c_int64), ("head_stride", c_int64), ("position_stride", c_int64), ("layers", c_int64),
-        ("heads", c_int64), ("dim", c_int64),
+        ("keys", CCacheVectors), ("values", CCacheVectors), ("layers", c_int64), ("heads", c_int64),
     )
 
 
@@ -291,12 +299,12 @@ class CAttention(Structure):
 
     _fields_ = (
         ("qkv", c_void_p), ("qkv_stride", c_size_t), ("out", c_void_p), ("out_stride", c_size_t),
-        ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)), ("keys", c_void_p),
-        ("values", c_void_p), ("page_stride", c_size_t), ("head_stride", c_size_t), ("position_stride", c_size_t),
-        ("pages", c_void_p), ("blocks", c_size_t), ("element", c_int32), ("heads", c_int), ("kv_heads", c_int),
-        ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64), ("window", c_int64), ("scale", c_float),
-        ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p), ("epsilon", c_float), ("gates", c_size_t),
-        ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool), ("cap", c_float), ("balance", c_void_p),
+        ("positions", c_void_p), ("slots", c_void_p), ("ends", c_void_p), ("paths", POINTER(CPath)),
+        ("keys", CCacheVectors), ("values", CCacheVectors), ("blocks", c_size_t), ("element", c_int32),
+        ("heads", c_int), ("kv_heads", c_int), ("dim", c_int), ("value_dim", c_int), ("capacity", c_int64),
+        ("window", c_int64), ("scale", c_float), ("q_norm", c_void_p), ("k_norm", c_void_p), ("v_norm", c_void_p),
+        ("epsilon", c_float), ("gates", c_size_t), ("norm_all", c_bool), ("sinks", c_void_p), ("norm_after", c_bool),
+        ("cap", c_float), ("balance", c_void_p),
     )
 
 
@@ -410,8 +418,8 @@ class CRoundCall(Structure):
 
 STRUCTS: tuple[type[Structure], ...] = (
     CLinear, CRecurrent, CTokenInput, CRouter, CExpertsNorms, CExperts, CLatent, CBlockConv, CLowRank, CLayer, CFusion,
-    CRecurrentShape, CTokenInputs, CRanks, CModelSpec, CKVTable, CCache, CPath, CAttention, CRotary, CKept, CEntries,
-    CDrawRows, CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
+    CRecurrentShape, CTokenInputs, CRanks, CModelSpec, CCacheVectors, CKVTable, CCache, CPath, CAttention, CRotary,
+    CKept, CEntries, CDrawRows, CShortHead, CDraftCall, CRowSources, CDrawCall, CLogprobCall, CTextRows, CRoundCall,
 )
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_interface": (c_char_p, ()),
@@ -446,6 +454,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_texts_free": (None, (c_void_p,)),
     "pl_texts_held": (c_int64, (c_void_p,)),
     "pl_texts_size": (c_int64, (c_void_p, c_int64)),
+    "pl_texts_count": (c_int64, (c_void_p,)),
+    "pl_texts_copy": (None, (c_void_p, c_void_p, c_void_p)),
     "pl_texts_append": (Problem, (c_void_p, c_int64, c_void_p, c_int64)),
     "pl_lookup": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64,
         c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -460,4 +470,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "3c9f884114e401f8"
+INTERFACE = "fcfe69b8902d2a0a"

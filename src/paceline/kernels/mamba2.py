@@ -46,7 +46,7 @@ class Mamba2:
 
     Its first matrix gives the channels, then a gate for each element of the output. gates: the steps of the heads.
     conv [channels, taps], conv_bias [channels] or None. rate [H]: -exp(A_log). bias [H]: added to the step's input.
-    skip [H]: factor of x in the output. norm [H P]: of the output, group by group. epsilon: of that norm.
+    skip [H]: factor of x in the output. norm [H P]: of the output, group by group, or None. epsilon: of that norm.
     least_step: steps are at least this.
     """
 
@@ -57,7 +57,7 @@ class Mamba2:
     rate: Tensor
     bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     epsilon: float
     least_step: float = 0.0
 
@@ -87,6 +87,9 @@ class Mamba2:
         return (state * c[:, :, None]).sum(1) + x * self.skip.float()[:, None], state
 
     def finish(self, mixed: Tensor, kept: Tensor) -> Tensor:
-        """Multiply outputs [n, H, P] by silu of the gate, then norm them group by group -> [n, H P]."""
-        gated = (mixed.flatten(1) * functional.silu(kept)).view(len(kept), self.heads.groups, -1)
-        return functional.rms_norm(gated, gated.shape[-1:], None, self.epsilon).flatten(1) * self.norm.float()
+        """Multiply outputs [n, H, P] by silu of the gate, then norm them (if at all) group by group -> [n, H P]."""
+        gated = mixed.flatten(1) * functional.silu(kept)
+        if self.norm is None:
+            return gated
+        groups = gated.view(len(kept), self.heads.groups, -1)
+        return functional.rms_norm(groups, groups.shape[-1:], None, self.epsilon).flatten(1) * self.norm.float()

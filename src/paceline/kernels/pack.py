@@ -224,6 +224,22 @@ def stack(parts: Sequence[Weight]) -> Weight:
     return parts[0] if len(parts) == 1 else _by_rows(parts, torch.cat)
 
 
+def multiply_rows(weight: Weight, factors: Tensor) -> Weight | None:
+    """Multiply the rows of a weight that is already in its format; None if its codes cannot stay as they are.
+
+    factors: [rows], or [1] for all rows.
+    """
+    if isinstance(weight, Bf16Weight | Fp4Weight):
+        return None
+
+    def times(table: Tensor) -> Tensor:
+        return (table.float() * factors.view(-1, *[1] * (table.dim() - 1))).to(table.dtype)
+
+    if isinstance(weight, Int4Weight):
+        return replace(weight, scales=times(weight.scales), lows=times(weight.lows))
+    return replace(weight, scales=times(weight.scales))
+
+
 def _by_rows(parts: Sequence[Weight], join: Callable[[list[Tensor]], Tensor]) -> Weight:
     """Apply ``join`` to the values, the scales and the lows of all parts, whose first dimension is the rows."""
     first = parts[0]

@@ -158,6 +158,15 @@ class ExpertsWeights:
 
 
 @dataclass(frozen=True)
+class RecurrentWeights:
+    """A recurrent layer: what lies between its two large matrices, and these."""
+
+    mixer: RecurrentMixer
+    first: LinearWeights
+    second: LinearWeights
+
+
+@dataclass(frozen=True)
 class LatentWeights:
     """Latent attention (MLA), in the absorbed form of ``models.description.latent``.
 
@@ -185,11 +194,17 @@ class LatentWeights:
 
 
 class Heads(NamedTuple):
-    """Number of query heads and of key heads, and their width."""
+    """Number of query heads and of key heads, and their width. value_dim: width of a value; None: the same."""
 
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value."""
+        return self.dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -236,7 +251,7 @@ class BlockConvWeights(NamedTuple):
 class LayerWeights:
     """One layer. qkv: the rows of all q heads, then k, then v; gate_up: the rows of the gate, then of up.
 
-    qkv and attention_out are None where the layer has an MLP or experts alone; reads_only is then true.
+    qkv and attention_out are None in layers without attention; reads_only is then true.
 
     plain: whether the MLP has no gate, so that gate_up is up alone. xielu: four numbers (``gpu.steps.xielu``).
     parallel: whether the MLP reads the layer's input instead of its sum with attention's output.
@@ -244,7 +259,7 @@ class LayerWeights:
     experts: a mixture of experts; gate_up and down are then an MLP that all tokens run through besides, or None.
     gated: whether qkv ends with rows of a gate of attention's output, one for each of its inputs.
     sinks: [heads], one more score of each head in attention's softmax, without a value.
-    recurrent: of a recurrent layer, whose first matrix is called qkv here, too; None: attention.
+    recurrent: a recurrent layer, in place of attention or beside it: both read the same, and their outputs are added.
     input_norm, post_norm: before attention and before the MLP; attention_out_norm, mlp_out_norm: after them.
     q_norm, k_norm: [head_dim], or [heads * head_dim] and [kv_heads * head_dim] for a norm over all heads together.
     rotary, scale, heads: of this layer's attention; None: the model's.
@@ -268,7 +283,7 @@ class LayerWeights:
     k_norm: Tensor | None = None
     window: int | None = None
     gated: bool = False
-    recurrent: RecurrentMixer | None = None
+    recurrent: RecurrentWeights | None = None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
     rotary: Rotary | None = None
@@ -295,7 +310,8 @@ class LayerWeights:
     def linears(self) -> tuple[LinearWeights, ...]:
         """The matrices that every token is multiplied by."""
         of_latent = () if self.latent is None else self.latent.linears
-        linears = (self.qkv, self.attention_out, *of_latent, self.gate_up, self.down)
+        of_states = () if self.recurrent is None else (self.recurrent.first, self.recurrent.second)
+        linears = (self.qkv, self.attention_out, *of_states, *of_latent, self.gate_up, self.down)
         return tuple(linear for linear in linears if linear is not None)
 
 
@@ -415,25 +431,23 @@ class NativeSpec:
         """The key heads of every layer of the cache."""
         if self.read_from is not None:
             return self.read_from
-        writers = (layer for layer in self.layers if layer.recurrent is None and not layer.reads_only)
+        writers = (layer for layer in self.layers if not layer.reads_only)
         return tuple(self._cached(layer) for layer in writers)
 
     def _cached(self, layer: LayerWeights) -> KVHeads:
         heads = self.heads_of(layer)
         if layer.latent is None:
-            return KVHeads(heads.kv_heads, heads.dim)
+            return KVHeads(heads.kv_heads, heads.dim, heads.value_dim)
         return KVHeads(1, heads.dim, layer.latent.norm.shape[0], values_in_keys=True)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of the cache's layer that each layer reads; of recurrent layers, the number of their state."""
-        written = states = 0
+        """The number of the cache's layer that each layer reads."""
+        written = 0
         places = []
         for layer in self.layers:
-            own = written if layer.place is None else layer.place
-            places.append(own if layer.recurrent is None else states)
-            written += layer.recurrent is None and not layer.reads_only
-            states += layer.recurrent is not None
+            places.append(written if layer.place is None else layer.place)
+            written += not layer.reads_only
         return tuple(places)
 
     def heads_of(self, layer: LayerWeights) -> Heads:
@@ -443,7 +457,7 @@ class NativeSpec:
     @property
     def states(self) -> StateShape | None:
         """What a slot keeps of the recurrent layers, which have one shape; None if all layers are attention."""
-        mixers = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        mixers = [layer.recurrent.mixer for layer in self.layers if layer.recurrent is not None]
         return mixers[0].shape(len(mixers)) if mixers else None
 
     def scale_of(self, layer: LayerWeights) -> float:

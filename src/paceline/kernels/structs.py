@@ -66,18 +66,13 @@ def cache(of: KVCache) -> abi.CCache:
 
 def _kv_table(shape: KVHeads, layers: int, keys: PagedVectors, values: PagedVectors | None = None) -> abi.CKVTable:
     """Keys and values of layers of one shape. values: None if they are parts of the keys."""
-    return abi.CKVTable(
-        keys=keys.memory.data_ptr(),
-        values=None if values is None else values.memory.data_ptr(),
-        pages=keys.pages.data_ptr(),
-        layer_stride=keys.layer_stride,
-        page_stride=keys.page_stride,
-        head_stride=keys.head_stride,
-        position_stride=keys.memory.shape[-1],
-        layers=layers,
-        heads=shape.heads,
-        dim=shape.dim,
-    )
+    stored = abi.CCacheVectors() if values is None else _vectors(values)
+    return abi.CKVTable(keys=_vectors(keys), values=stored, layers=layers, heads=shape.heads)
+
+
+def _vectors(of: PagedVectors) -> abi.CCacheVectors:
+    strides = of.layer_stride, of.page_stride, of.head_stride, of.memory.shape[-1]
+    return abi.CCacheVectors(of.memory.data_ptr(), of.pages.data_ptr(), *strides)
 
 
 def text_rows(text: Tensor, length: Tensor, prompt_length: Tensor, limit: Tensor, stops: Tensor) -> abi.CTextRows:

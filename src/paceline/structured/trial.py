@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 from paceline import errors
 from paceline.core import child_limits
-from paceline.core.child_limits import Watch, was_ended_by
+from paceline.core.child_limits import CREATION_FLAGS, was_ended_by, watch
 from paceline.errors import StructureError
 from paceline.structured import trial_program
 from paceline.structured.limits import GrammarLimits
@@ -66,17 +66,19 @@ def try_out(job: TrialJob, limits: GrammarLimits, stopped: Callable[[], bool]) -
     with TemporaryFile() as job_file:
         job_file.write(json.dumps(asdict(job)).encode())
         job_file.seek(0)
-        with subprocess.Popen(command, stdin=job_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-            watch = Watch(process, OWN_MEMORY_BYTES + limits.compile_memory_bytes, limits.compile_cpu_seconds)
+        with subprocess.Popen(
+            command, stdin=job_file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, creationflags=CREATION_FLAGS
+        ) as process:
+            limited = watch(process, OWN_MEMORY_BYTES + limits.compile_memory_bytes, limits.compile_cpu_seconds)
             try:
-                with watch:
+                with limited:
                     output = _output_of(process, deadline, stopped)
             finally:
                 process.kill()
-    was_killed = was_ended_by(process, "SIGKILL") and not watch.exceeded
+    was_killed = was_ended_by(process, "SIGKILL") and not limited.exceeded
     if output is None or was_killed:  # no fault of the structure: it may be tried again
         raise UndecidedError("the requested structure could not be compiled: the machine is too busy; try again")
-    if watch.exceeded == "time" or was_ended_by(process, "SIGPROF"):
+    if limited.exceeded == "time" or was_ended_by(process, "SIGPROF"):
         raise GrammarLimitError(f"compiling it takes more than {limits.compile_cpu_seconds:g} s")
     if not output:
         raise GrammarLimitError("compiling it exceeds the memory limit, or crashes")

@@ -16,7 +16,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 from model_support import NATIVE, tiny
 from paceline import LLM, SamplingParams
 from paceline.models.load import kept_tiles
-from recurrent_support import save_tokenizer, save_with_head, tiny_granite_hybrid, tiny_lfm2, tiny_qwen3_5
+from recurrent_support import (
+    save_tokenizer,
+    save_with_head,
+    tiny_falcon_h1,
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_qwen3_5,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +55,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3.5": tiny_qwen3_5,
     "lfm2": tiny_lfm2,
     "granite hybrid": tiny_granite_hybrid,
+    "falcon": tiny_falcon_h1,
 }
 
 

@@ -118,8 +118,8 @@ def test_the_exchange_is_shared_has_no_name_and_says_when_memory_is_short(
     spec = description_of(write(toy("llama"), tmp_path))
     assert spec is not None
     before = set(parallel._MEMORY.iterdir())
-    with parallel.new_exchange(spec, 2) as path:
-        one, other = (parallel.open_exchange(path) for _ in range(2))
+    with parallel.new_exchange(spec, 2) as name:
+        one, other = (parallel.open_exchange(name, parallel.exchange_bytes(spec, 2)) for _ in range(2))
         assert set(parallel._MEMORY.iterdir()) <= before
     one[5] = 7
     assert other.tolist() == [0, 0, 0, 0, 0, 7, *[0] * (len(other) - 6)]

@@ -108,7 +108,7 @@ _WHOLE = (
     *("olmo2", "olmo3", "olmoe", "qwen3_moe", "granitemoe", "gemma4", "gemma4 with keys as values", "granite_swa"),
     *("mixtral", "glm4_moe", "sarvam_moe", "solar_open", "dots1", "exaone_moe", "hy_v3", "minimax_m2", "afmoe"),
     *("hunyuan_v1_moe", "ernie4_5_moe", "mellum", "qwen3_moe with dense layers", "qwen2_moe", "flex_olmo"),
-    *("granitemoe_swa", "phimoe", "aria_text", "cohere2_moe"),
+    *("granitemoe_swa", "phimoe", "aria_text", "cohere2_moe", "mimo_v2_flash"),
 )
 
 

@@ -25,7 +25,13 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft, Verdict
 from paceline.core.values import DrawRows, Purpose
 from paceline.drafters.heads.native import NativeFusedStates
-from paceline.engine.rounds.choice import why_no_kernels, why_no_kernels_for, why_no_kernels_now
+from paceline.engine.rounds.choice import (
+    STEP_BY_STEP,
+    log_once,
+    why_no_kernels,
+    why_no_kernels_for,
+    why_no_kernels_now,
+)
 from paceline.engine.rounds.place import FinishedRound, HostPlace
 from paceline.engine.rounds.round import Speculation
 from paceline.kernels import structs
@@ -45,6 +51,7 @@ class KernelsPlace(HostPlace):
     def __init__(self, parts: Speculation, native: NativeRound) -> None:
         self.native, self._parts, self._rule = native, parts, parts.accept
         self.why_not = partial(why_no_kernels_now, parts, parts.accept)
+        self._reasons: dict[str, None] = {}
 
     def needs_torch(self, batch: Batch) -> bool:
         needed = self._parts.drafter.uses_torch or batch.sampling.any_constraint
@@ -53,7 +60,8 @@ class KernelsPlace(HostPlace):
     def run(self, batch: Batch, plan: SpeculationPlan) -> FinishedRound:
         draft = self._parts.draft(batch, plan)
         drafted_at = time.perf_counter()
-        if why_no_kernels_for(draft, self._rule, batch) is not None:
+        if obstacle := why_no_kernels_for(draft, self._rule, batch):
+            log_once(self._reasons, obstacle, STEP_BY_STEP)
             return FinishedRound(self._parts.verify_and_commit(batch, draft), drafted_at)
         verdict = self.native.run(draft)
         return FinishedRound(verdict, drafted_at + self.native.draft_seconds)

@@ -6,10 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Verdict
+
+
+class Obstacle(NamedTuple):
+    """Why a place cannot run a round, and what the user may do about it: an imperative, or that nothing helps."""
+
+    reason: str
+    remedy: str
 
 
 class RoundTicket(Protocol):
@@ -62,7 +69,7 @@ class RoundPlace(Protocol):
     @property
     def lag(self) -> int: ...
 
-    def why_not(self, batch: Batch) -> str | None:
+    def why_not(self, batch: Batch) -> Obstacle | None:
         """Return why it cannot run the next round of the batch; None if it can."""
         ...
 

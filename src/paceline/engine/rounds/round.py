@@ -23,7 +23,7 @@ from paceline.core.draft import Draft, Verdict
 from paceline.core.draft_tensors import DraftTensors
 from paceline.core.row_keeper import RowKeeper, RowKeepers
 from paceline.drafters.base import Drafter
-from paceline.engine.rounds.place import FinishedRound, HostPlace
+from paceline.engine.rounds.place import FinishedRound, HostPlace, Obstacle
 from paceline.lengths.base import LengthPolicy
 from paceline.models.decoding.decoder import Decoder
 
@@ -49,7 +49,7 @@ class Speculation(RowKeepers, HostPlace):
         """The decoders with per-row caches, the target's first."""
         return [self.target, *self.drafter.decoders]
 
-    def why_not(self, batch: Batch) -> str | None:
+    def why_not(self, batch: Batch) -> Obstacle | None:
         return None  # it runs every round
 
     def run(self, batch: Batch, plan: SpeculationPlan) -> FinishedRound:

@@ -18,7 +18,7 @@ from paceline.models.description.spec import AttentionSpec, DeltaNetSpec, Mamba2
 def mixer_of(spec: RecurrentSpec, name: str, weights: Mapping[str, Tensor]) -> RecurrentMixer:
     """Return a recurrent layer's computation.
 
-    name: of its layer, with a point. weights: by the names of ``description.weights.slots``.
+    name: of its weights, up to the last point. weights: by the names of ``description.weights.slots``.
 
     Views of the weights where possible. The tensors may be on device "meta".
     """
@@ -92,7 +92,7 @@ def _mamba2_of(spec: Mamba2Spec, name: str, weights: Mapping[str, Tensor]) -> Ma
         rate=_rate_of(name, weights),
         bias=weights[f"{name}step_bias.weight"],
         skip=weights[f"{name}skip.weight"],
-        norm=weights[f"{name}mamba_norm.weight"],
+        norm=weights.get(f"{name}mamba_norm.weight"),
         epsilon=spec.norm_eps,
         least_step=spec.least_step,
     )

@@ -63,13 +63,15 @@ class ModelShard:
 
         Raises ParameterError if there are more ranks than heads, MLP columns or tokens.
         """
-        if len(spec.attentions) < len(spec.layers):
+        if spec.recurrent or len(spec.attentions) < len(spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with recurrent layers, which are not split yet")
         if any(attention.latent is not None for attention in spec.attentions):
             raise ParameterError("tensor_parallel", self.ranks, "1 with latent attention, which is not split yet")
         if not spec.plain_attention:
             raise ParameterError(
-                "tensor_parallel", self.ranks, "1 with attention's gates or sinks: they are not split yet"
+                "tensor_parallel",
+                self.ranks,
+                "1 with attention's gates, sinks or values of another width, not split yet",
             )
         if not all(isinstance(layer.mlp, MLPSpec) for layer in spec.layers):
             raise ParameterError("tensor_parallel", self.ranks, "1 with a mixture of experts, which is not split yet")

@@ -1,9 +1,9 @@
 """Description of a decoder: what every layer computes, without weights and without the name of a family.
 
 A family (``models.families``) translates a configuration into a ``DecoderSpec``. Backends read the description only;
-what one of them cannot run, it refuses by the name of the feature. Two things never appear here, because they are
+what one of them cannot run, it refuses by the name of the feature. Three things never appear here, because they are
 undone where the weights are read: norms whose stored weight is one less than the factor (``WeightNames.plus_one``), and
-multipliers of every residual branch (``without_residual_scale``).
+multipliers of matrices (``Family.factors``) and of every residual branch (``without_residual_scale``).
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class AttentionSpec:
     v_norm: whether values have an RMS norm without weight over each head, with epsilon qk_norm_eps.
     keys_as_values: whether one projection, before its norms and rotation, gives keys and values.
     reads_layer: number of the earlier layer whose keys and values this layer reads; None: it has its own.
+    value_dim: width of a head's value where it differs from ``head_dim``, which is then that of queries and keys.
     latent: latent attention, as it is computed: all heads read one key, a token's rotated elements and then its vector,
         which is also its value. kv_heads is 1 and head_dim is rotary_dim + rank (``description.latent``).
     """
@@ -113,6 +114,7 @@ class AttentionSpec:
     v_norm: bool = False
     keys_as_values: bool = False
     reads_layer: int | None = None
+    value_dim: int | None = None
     latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
@@ -121,13 +123,16 @@ class AttentionSpec:
         check(self.window is None or self.window > 0, f"sliding_window={self.window}")
         rotated = 0 if self.rotary is None else 2 * len(self.rotary.inverse_frequencies)
         check(rotated <= self.head_dim, f"partial_rotary_factor rotates {rotated} elements, head_dim={self.head_dim}")
+        check(self.value_dim is None or self.value_dim > 0, f"v_head_dim={self.value_dim}")
         assert self.qk_norm is None or not self.interleaved, "the norms' weights are in the stored order"
+        other = self.gated or self.keys_as_values or self.reads_layer is not None or self.latent is not None
+        assert self.value_dim is None or not other, "no family has both"
 
     @property
     def cached(self) -> KVHeads:
         """What the cache holds of a token."""
         if self.latent is None:
-            return KVHeads(self.kv_heads, self.head_dim)
+            return KVHeads(self.kv_heads, self.head_dim, self.value_dim)
         return KVHeads(1, self.head_dim, self.latent.rank, values_in_keys=True)
 
     @property
@@ -137,8 +142,13 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Width of all key heads together."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -224,11 +234,13 @@ class Mamba2Spec(Mamba2Heads):
     """A Mamba-2 layer: a recurrent state per head. conv_bias: whether the convolution has a bias.
 
     norm_eps: epsilon of the gated RMS norm of the output, group by group. least_step: steps are at least this.
+    normed: whether the output has that norm; without it, the output is only gated.
     """
 
     conv_bias: bool = True
     norm_eps: float = 1e-6
     least_step: float = 0.0
+    normed: bool = True
 
 
 @dataclass(frozen=True)
@@ -252,6 +264,7 @@ class LayerSpec:
         "parallel": x + mixer(norm(x)) + mlp(norm(x)), each with a norm of its own or both with one (one_norm);
         "one_part": x + f(norm(x)), where the layer has a mixer or an MLP alone, and the other is None.
     scaled: whether a stored number multiplies the layer's output.
+    beside: a recurrent layer that reads the same as the mixer, which is attention; both outputs are added.
     """
 
     mixer: MixerSpec | None
@@ -259,6 +272,12 @@ class LayerSpec:
     norms: NormPlaces = "before"
     scaled: bool = False
     one_norm: bool = False
+    beside: RecurrentSpec | None = None
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The recurrent part: the mixer itself, or what stands beside attention; None if there is none."""
+        return self.beside if self.mixer is None or isinstance(self.mixer, AttentionSpec) else self.mixer
 
     @property
     def attention(self) -> AttentionSpec:
@@ -345,14 +364,16 @@ class DecoderSpec:
 
     @property
     def plain_attention(self) -> bool:
-        """Whether every layer is attention with keys and values of its own heads, without gates or sinks."""
-        return not self.recurrent and not any(a.gated or a.sinks or a.latent for a in self.attentions)
+        """Whether every layer is attention with keys and values of its own heads, without gates or sinks.
+
+        Keys and values have one width.
+        """
+        return not self.recurrent and not any(a.gated or a.sinks or a.latent or a.value_dim for a in self.attentions)
 
     @property
     def recurrent(self) -> tuple[RecurrentSpec, ...]:
-        """The mixer of every layer that is not attention."""
-        mixers = (layer.mixer for layer in self.layers if layer.mixer is not None)
-        return tuple(mixer for mixer in mixers if not isinstance(mixer, AttentionSpec))
+        """The recurrent part of every layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def kv_layers(self) -> tuple[KVHeads, ...]:
@@ -361,21 +382,22 @@ class DecoderSpec:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The number of the keys that each layer reads, among ``kv_layers``, or of its state, among ``recurrent``.
-
-        0 of a layer without a mixer.
-        """
+        """The number of the keys that each layer reads, among ``kv_layers``; 0 of a layer without attention."""
         places: list[int] = []
-        keys, states = count(), count()
+        keys = count()
         for layer in self.layers:
-            if layer.mixer is None:
+            if not isinstance(layer.mixer, AttentionSpec):
                 places.append(0)
-            elif not isinstance(layer.mixer, AttentionSpec):
-                places.append(next(states))
             else:
                 source = layer.mixer.reads_layer
                 places.append(next(keys) if source is None else places[source])
         return tuple(places)
+
+    @property
+    def state_places(self) -> tuple[int, ...]:
+        """The number of each layer's state, among ``recurrent``; 0 of a layer without one."""
+        states = count()
+        return tuple(0 if layer.recurrent is None else next(states) for layer in self.layers)
 
 
 def without_residual_scale(spec: DecoderSpec, scale: float) -> DecoderSpec:

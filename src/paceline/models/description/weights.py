@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFormatError
+from paceline.kernels.pack import Coding, Weight
 from paceline.models.description.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -47,6 +48,26 @@ class StackedTensor(Protocol):
     def matrix(self, index: int) -> StoredTensor:
         """Return one of the matrices, not read yet."""
         ...
+
+
+@runtime_checkable
+class CodedTensor(Protocol):
+    """A stored tensor whose numbers are codes. stored_as: name of the encoding, for messages."""
+
+    @property
+    def stored_as(self) -> str: ...
+
+    def codes(self, to: Coding) -> Weight | None:
+        """Return the codes as a weight of this format; None if the format cannot hold them."""
+        ...
+
+
+@runtime_checkable
+class HasInputOrder(Protocol):
+    """A stored tensor whose codes of 4 bits may have inputs in an order."""
+
+    @property
+    def ordered(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -159,7 +180,7 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
         yield from _latent_slots(spec, spec.latent, width, layer)
         return
     queries = spec.query_width * (2 if spec.gated and not spec.gates_apart else 1)  # a head's gate behind its query
-    own = {"k": spec.kv_width, "v": spec.kv_width} if spec.reads_layer is None else {}
+    own = {"k": spec.kv_width, "v": spec.kv_heads * spec.value_width} if spec.reads_layer is None else {}
     gates = {"attn_gate": spec.query_width} if spec.gates_apart else {}
     for name, slot in _linear_slots(
         "qkv", _stacked("qkv", {"q": queries, **own, **gates}, stored, layer), width, spec.bias, layer
@@ -168,7 +189,7 @@ def _attention_slots(spec: AttentionSpec, width: int, layer: str, stored: Collec
             slot = replace(slot, order=_repeated(spec.head_dim), stored=(spec.heads, *slot.shape[1:]))
         copied = spec.keys_as_values and name.startswith(f"{layer}v.")
         yield name, replace(slot, source=name.replace(f"{layer}v.", f"{layer}k.")) if copied else slot
-    yield from _linear_slots("o", {"o": width}, spec.query_width, spec.output_bias, layer)
+    yield from _linear_slots("o", {"o": width}, spec.heads * spec.value_width, spec.output_bias, layer)
     if spec.sinks:
         yield from _vector(f"{layer}sinks.weight", spec.heads)
     if spec.qk_norm is not None and spec.qk_affine:
@@ -226,8 +247,8 @@ def _mamba2_slots(spec: Mamba2Spec, width: int, layer: str) -> Slots:
     yield from _in_proj_slots(spec, width, layer)
     yield from _linear_slots("o", {"o": width}, spec.width, False, layer)
     yield from _conv_slots(spec.channels, spec.taps, layer, spec.conv_bias)
-    sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads) | {"mamba_norm": spec.width}
-    for name, size in sizes.items():
+    sizes = dict.fromkeys(("decay_rate", "step_bias", "skip"), spec.heads)
+    for name, size in (sizes | ({"mamba_norm": spec.width} if spec.normed else {})).items():
         yield from _vector(f"{layer}{name}.weight", size)
 
 
@@ -338,6 +359,8 @@ def _check_expert(name: str, count: int, stored: Collection[str]) -> None:
         raise ModelFormatError(f"the weight {name} is missing; the configuration asks for {count} experts")
 
 
+BESIDE = "beside."  # before the names of a recurrent layer's weights where it stands beside attention
+
 NORMS: dict[NormPlaces, tuple[str, ...]] = {
     "before": ("attn_norm", "mlp_norm"),
     "after_sum": ("attn_norm", "mlp_norm"),
@@ -351,6 +374,8 @@ NORMS: dict[NormPlaces, tuple[str, ...]] = {
 def _layer_slots(spec: DecoderSpec, layer: LayerSpec, name: str, stored: Collection[str]) -> Slots:
     if layer.mixer is not None:
         yield from _mixer_slots(layer.mixer, spec.width, name, stored)
+    if layer.beside is not None:
+        yield from _mixer_slots(layer.beside, spec.width, f"{name}{BESIDE}", stored)
     if isinstance(layer.mlp, ExpertsSpec):
         yield from _experts_slots(layer.mlp, spec.width, name, stored)
     elif layer.mlp is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
+from paceline.models.description.multiplied import multiplied
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families import (
     afmoe,
     apertus,
@@ -29,6 +33,7 @@ from paceline.models.families import (
     exaone,
     exaone4,
     exaone_moe,
+    falcon_h1,
     flex_olmo,
     gemma,
     gemma2,
@@ -59,6 +64,7 @@ from paceline.models.families import (
     lfm3,
     llama,
     mellum,
+    mimo_v2_flash,
     minicpm3,
     minimax_m2,
     ministral,
@@ -103,8 +109,20 @@ _MODULES = (
     *(opt, gpt2, gpt_bigcode, gpt_neox, gptj, cohere, cohere2, starcoder2, phi, stablelm, nemotron, jais2, olmo),
     *(mixtral, qwen2_moe, qwen3_moe, mellum, olmoe, flex_olmo, granitemoe, granitemoe_swa, gpt_oss),
     *(qwen3_5_moe, qwen3_next, aria_text, cohere2_moe, phimoe),
-    *(glm4_moe, dots1, solar_open, sarvam_moe, exaone_moe, hy_v3, minimax_m2, afmoe, ernie4_5_moe, hunyuan_v1_moe),
-    *(granitemoehybrid, bamba, nemotron_h, lfm2, lfm2_moe, lfm3),
+    *(
+        mimo_v2_flash,
+        glm4_moe,
+        dots1,
+        solar_open,
+        sarvam_moe,
+        exaone_moe,
+        hy_v3,
+        minimax_m2,
+        afmoe,
+        ernie4_5_moe,
+        hunyuan_v1_moe,
+    ),
+    *(granitemoehybrid, bamba, falcon_h1, nemotron_h, lfm2, lfm2_moe, lfm3),
     *(minicpm3, youtu, deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4),
 )
 
@@ -169,6 +187,24 @@ def names_of(config: PretrainedConfig) -> WeightNames:
     names = in_wrapper(family.safetensors) if config.model_type in WRAPPERS else family.safetensors
     is_layer = family.head is not None and family.head.behind(0) != family.head
     return names.ignoring_layer(config.get_text_config().num_hidden_layers) if is_layer else names
+
+
+def as_described(config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Return the tensors of safetensors files or a loaded model, those with a factor multiplied when they are read."""
+    family = family_of(config)
+    factors = {} if family is None else family.factors(config.get_text_config())
+    if not factors:
+        return stored
+    names = names_of(config)
+    return {name: _multiplied(tensor, names.ours(name), factors) for name, tensor in stored.items()}
+
+
+def _multiplied(tensor: StoredTensor, name: str | None, factors: Mapping[str, Tensor]) -> StoredTensor:
+    found = factors.get(_OF_LAYER.sub("", name or ""))
+    return tensor if found is None else multiplied(tensor, found)
+
+
+_OF_LAYER = re.compile(r"layers\.\d+\.|\.weight$")
 
 
 def _parse(config: Mapping[str, Any]) -> PretrainedConfig:

@@ -45,6 +45,10 @@ def _as_they_are(tensors: Mapping[str, StoredTensor], _: DecoderSpec) -> Mapping
     return tensors
 
 
+def _no_factors(_: PretrainedConfig) -> Mapping[str, Tensor]:
+    return {}
+
+
 def _no_constants(_: Mapping[str, Any], __: DecoderSpec) -> Mapping[str, StoredTensor]:
     return {}
 
@@ -105,6 +109,8 @@ class Family:
     gguf: None if GGUF files of this family are not read.
     head: names of the weights of a draft head that checkpoints may have (``drafters.heads.mtp``); None: none has one.
     usual: fields of published configurations without which transformers' defaults are of another kind of model.
+    factors: configuration -> what the rows of stored matrices are multiplied by, [rows] or [1], by paceline's names
+        without the layer, in safetensors files and loaded models.
     """
 
     model_type: str
@@ -114,6 +120,7 @@ class Family:
     head: WeightNames | None = None
     other_types: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
+    factors: Callable[[PretrainedConfig], Mapping[str, Tensor]] = _no_factors
 
 
 LLAMA_NAMES: Mapping[str, str] = {

@@ -11,7 +11,15 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.errors import ModelFormatError
-from paceline.models.description.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, Rotary
+from paceline.models.description.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MLPSpec,
+    RecurrentSpec,
+    Rotary,
+)
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
 from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES
@@ -248,7 +256,7 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> 
     if isinstance(mlp, MLPSpec):
         mlp = dataclasses.replace(mlp, bias="blk.0.ffn_down.bias" in file.tensors)
     if not isinstance(layer.mixer, AttentionSpec):
-        return dataclasses.replace(layer, mlp=mlp)
+        return dataclasses.replace(layer, mixer=_states_with_tensors(file, layer.mixer), mlp=mlp)
     factors = next((name for name in ("rope_freqs.weight", _SHORT_FACTORS) if name in file.tensors), None)
     rotary = layer.attention.rotary
     if rotary is not None and factors is not None and (scales_windows or layer.attention.window is None):
@@ -260,7 +268,15 @@ def _with_tensors(file: GGUFFile, layer: LayerSpec, *, scales_windows: bool) -> 
         output_bias="blk.0.attn_output.bias" in file.tensors,
         qk_norm=layer.attention.qk_norm if any(".attn_q_norm." in name for name in file.tensors) else None,
     )
-    return dataclasses.replace(layer, mixer=attention, mlp=mlp)
+    return dataclasses.replace(layer, mixer=attention, mlp=mlp, beside=_states_with_tensors(file, layer.beside))
+
+
+def _states_with_tensors(file: GGUFFile, spec: RecurrentSpec | None) -> RecurrentSpec | None:
+    """Return the recurrent layer with the bias and the norm of Mamba-2 that the file has."""
+    if not isinstance(spec, Mamba2Spec):
+        return spec
+    kinds = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.")}
+    return dataclasses.replace(spec, conv_bias="ssm_conv1d.bias" in kinds, normed="ssm_norm.weight" in kinds)
 
 
 def _with_factors(rotary: Rotary, name: str, stored: PackedTensor, metadata: Mapping[str, Any]) -> Rotary:

@@ -20,7 +20,8 @@ def mamba_of(config: PretrainedConfig) -> Mamba2Spec | None:
     if config.mamba_proj_bias or config.time_step_limit not in (None, _NO_LIMIT):
         return None
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
-    return Mamba2Spec(*sizes, conv_bias=bool(config.mamba_conv_bias), norm_eps=config.rms_norm_eps)
+    normed = bool(getattr(config, "mamba_rms_norm", True))
+    return Mamba2Spec(*sizes, conv_bias=bool(config.mamba_conv_bias), norm_eps=config.rms_norm_eps, normed=normed)
 
 
 MAMBA: Mapping[str, str] = {
@@ -33,8 +34,7 @@ MAMBA: Mapping[str, str] = {
     "layers.{}.mamba.out_proj": "layers.{}.o",
 }
 
-GGUF_NAMES: Mapping[str, str] = {
-    **LLAMA_GGUF_NAMES,
+GGUF_STATES: Mapping[str, str] = {
     "blk.{}.ssm_in": "layers.{}.in_proj",
     "blk.{}.ssm_conv1d": "layers.{}.conv",
     "blk.{}.ssm_a": "layers.{}.decay_rate.weight",
@@ -44,18 +44,27 @@ GGUF_NAMES: Mapping[str, str] = {
     "blk.{}.ssm_out": "layers.{}.o",
 }
 
+GGUF_NAMES: Mapping[str, str] = {**LLAMA_GGUF_NAMES, **GGUF_STATES}
+
 
 def gguf_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of layers and states: layers without key heads are Mamba-2."""
     counts = metadata["attention.head_count_kv"]
     check(isinstance(counts, list), f"attention.head_count_kv={counts!r}, which must tell the kinds of the layers")
-    heads, inner = int(metadata["ssm.time_step_rank"]), int(metadata["ssm.inner_size"])
-    return {
+    own = {
         "num_key_value_heads": max(int(count) for count in counts),
         "layer_types": ["full_attention" if count else "linear_attention" for count in counts],
+        "mamba_expand": int(metadata["ssm.inner_size"]) // int(metadata["embedding_length"]),
+    }
+    return own | gguf_sizes(metadata)
+
+
+def gguf_sizes(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of states."""
+    heads, inner = int(metadata["ssm.time_step_rank"]), int(metadata["ssm.inner_size"])
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner // int(metadata["embedding_length"]),
         "mamba_n_groups": int(metadata["ssm.group_count"]),
         "mamba_d_state": int(metadata["ssm.state_size"]),
         "mamba_d_conv": int(metadata["ssm.conv_kernel"]),

@@ -17,7 +17,7 @@ from paceline.models.description.spec import (
     NormSpec,
     check,
 )
-from paceline.models.description.weight_names import WeightNames
+from paceline.models.description.weight_names import OWN_HEAD, WeightNames
 from paceline.models.families import mamba2
 from paceline.models.families.base import Family, GGUFForm, decoder_of
 from paceline.models.families.rotary import plain_rotary, without_positions
@@ -138,4 +138,4 @@ _FORM = GGUFForm(
     paired=True,
     adapt=mamba2.gguf_adapt,
 )
-FAMILY = Family("nemotron_h", _describe, WeightNames(_NAMES, prefixes=("model.", "backbone.")), _FORM)
+FAMILY = Family("nemotron_h", _describe, WeightNames(_NAMES, prefixes=("model.", "backbone."), ignored=OWN_HEAD), _FORM)

@@ -40,7 +40,7 @@ def with_routed_experts(config: PretrainedConfig, spec: DecoderSpec, sparse: Seq
     count, beside = (
         (config.num_experts, config.num_shared_experts)
         if of_exaone
-        else (config.num_local_experts, config.n_shared_experts)
+        else (config.num_local_experts, getattr(config, "n_shared_experts", 0))
     )
     return with_experts(
         spec,

@@ -19,7 +19,7 @@ from paceline.models.description.checkpoint import Checkpoint, as_stored
 from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec
 from paceline.models.description.weight_names import WeightNames
-from paceline.models.families import FAMILIES, describe, family_of, gguf_config, names_of
+from paceline.models.families import FAMILIES, as_described, describe, family_of, gguf_config, names_of
 from paceline.models.families.rotary import configured_length, longest_sequence, why_shorter
 from paceline.models.files.boundary import ResolvedSource, brief, is_loaded, name_of, reading, reads_model
 from paceline.models.files.boundary import Source as Source
@@ -46,7 +46,7 @@ def open_checkpoint(source: ResolvedSource) -> Checkpoint | None:
             return None
         stored = {name: weights.LoadedTensor(tensor.detach()) for name, tensor in source.state_dict().items()}
         spec = replace(spec, headless=lacks_head(source))
-        return Checkpoint.of(name_of(source), spec, names_of(source.config), stored)
+        return Checkpoint.of(name_of(source), spec, names_of(source.config), as_described(source.config, stored))
     spec, names, tensors = _opened(source)
     return None if spec is None else Checkpoint.of(str(source), spec, names, tensors)
 
@@ -224,7 +224,7 @@ def _opened(path: Path) -> tuple[DecoderSpec | None, WeightNames, Mapping[str, w
         spec = gguf_config.describe(file)
         return spec, gguf_config.form(file).names, gguf_config.tensors(file, spec)
     config, scheme = _unquantised_config(path)
-    stored = _stored(path, scheme)
+    stored = as_described(config, _stored(path, scheme))
     described = describe(config)
     if described is None and scheme is not None:
         raise ModelFormatError(

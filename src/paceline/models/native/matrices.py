@@ -22,7 +22,7 @@ from paceline.kernels import pack
 from paceline.kernels.pack import Coding, Float8Weight, Format, Fp4Weight, Int4Weight, Weight
 from paceline.kernels.spec import NativeSpec
 from paceline.models.description.checkpoint import Checkpoint
-from paceline.models.description.weights import Placement, assemble, check_finite
+from paceline.models.description.weights import CodedTensor, HasInputOrder, Placement, assemble, check_finite
 from paceline.models.native.spec import spec_of
 
 # paceline's names of matrices that only multiply, or are read from their packed form
@@ -33,31 +33,11 @@ _LINEAR = frozenset(
 
 
 @runtime_checkable
-class CodedTensor(Protocol):
-    """A stored tensor whose numbers are codes. stored_as: name of the encoding, for messages."""
-
-    @property
-    def stored_as(self) -> str: ...
-
-    def codes(self, to: Coding) -> Weight | None:
-        """Return the codes as a weight of this format; None if the format cannot hold them."""
-        ...
-
-
-@runtime_checkable
 class ExactTensor(Protocol):
     """A stored tensor that need not be read in float32 to keep its numbers."""
 
     @property
     def exact_dtype(self) -> torch.dtype: ...
-
-
-@runtime_checkable
-class HasInputOrder(Protocol):
-    """A stored tensor whose codes of 4 bits may have inputs in an order."""
-
-    @property
-    def ordered(self) -> bool: ...
 
 
 def are_ordered(parts: Iterable[Placement]) -> bool:

@@ -166,8 +166,8 @@ def _balance_keys(spec: NativeSpec, model: abi.CModelSpec) -> list[Tensor]:
     """Set and return the divisors of keys with biases in caches of int8; see ``eight_bits.key_balance``."""
     kept: list[Tensor] = []
     for layer, into in zip(spec.layers, model.layers[: model.layer_count], strict=True):
-        plain = layer.recurrent is None and layer.latent is None and layer.k_norm is None
-        if not (plain and into.qkv.bias) or any(each.reads_only for each in spec.layers):
+        plain = layer.latent is None and layer.k_norm is None
+        if not (plain and into.qkv.bias) or any(each.reads_only and each.qkv is not None for each in spec.layers):
             continue
         bias = torch.frombuffer((c_float * into.qkv.outputs).from_address(into.qkv.bias), dtype=torch.float32)
         heads = bias[: (into.heads + into.kv_heads) * into.dim].view(-1, into.dim)
@@ -197,7 +197,9 @@ class _Packer:
         layers = [self._layer(spec, layer, to) for layer in spec.layers]
         cached = table_places(spec.kv_layers)
         for layer, place in zip(layers, spec.places, strict=True):
-            layer.table, layer.place = (0, place) if layer.recurrent else cached[place]
+            layer.table, layer.place = cached[place]
+        for place, recurrent in enumerate(layer.recurrent for layer in layers if layer.recurrent):
+            recurrent.contents.place = place
         fusion = None if spec.fusion is None else pointer(self._fusion(spec.fusion, to))
         head, embedding = self._ends(spec, head_to) if ends is None else (ends.head, ends.embedding)
         return abi.CModelSpec(
@@ -257,7 +259,8 @@ class _Packer:
         )
 
     def _layer(self, spec: NativeSpec, layer: LayerWeights, to: Format) -> abi.CLayer:
-        heads = spec.heads_of(layer)
+        heads, states = spec.heads_of(layer), layer.recurrent
+        matrices = () if states is None else (self._linear(states.first, to), self._linear(states.second, to))
         return abi.CLayer(
             qkv=abi.CLinear() if layer.qkv is None else self._linear(layer.qkv, to),
             attention_out=abi.CLinear() if layer.attention_out is None else self._linear(layer.attention_out, to),
@@ -268,7 +271,7 @@ class _Packer:
             q_norm=None if layer.q_norm is None else self._vector(layer.q_norm),
             k_norm=None if layer.k_norm is None else self._vector(layer.k_norm),
             window=layer.window or 0,
-            recurrent=None if layer.recurrent is None else pointer(self._recurrent(layer.recurrent)),
+            recurrent=None if states is None else pointer(self._recurrent(states.mixer, abi.CRecurrent(*matrices))),
             gated=layer.gated,
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
@@ -279,6 +282,7 @@ class _Packer:
             heads=heads.heads,
             kv_heads=heads.kv_heads,
             dim=heads.dim,
+            value_dim=heads.value_width,
             v_norm=self._vector(torch.ones(heads.dim)) if layer.v_norm else None,
             input=None if layer.input is None else pointer(self._input(layer.input, to)),
             scale_out=None if layer.scale_out is None else self._vector(layer.scale_out),
@@ -373,18 +377,16 @@ class _Packer:
             gate=self._linear(part.gate, to), out=self._linear(part.out, to), norm=self._norm(part.norm)
         )
 
-    def _recurrent(self, mixer: RecurrentMixer) -> abi.CRecurrent:
+    def _recurrent(self, mixer: RecurrentMixer, packed: abi.CRecurrent) -> abi.CRecurrent:
+        """Add the small weights to the matrices of a recurrent layer."""
         assert isinstance(mixer, DeltaNet | Mamba2 | ShortConv)
         if isinstance(mixer, ShortConv):
-            return abi.CRecurrent(conv=self._vector(mixer.conv.T))
-        packed = abi.CRecurrent(
-            gates=self._linear(mixer.gates, GATES_FORMAT),
-            conv=self._vector(mixer.conv.T),
-            rate=self._vector(mixer.rate),
-            bias=self._vector(mixer.bias),
-            norm=self._vector(mixer.norm),
-            epsilon=mixer.epsilon,
-        )
+            packed.conv = self._vector(mixer.conv.T)
+            return packed
+        packed.gates, packed.conv = self._linear(mixer.gates, GATES_FORMAT), self._vector(mixer.conv.T)
+        packed.rate, packed.bias = self._vector(mixer.rate), self._vector(mixer.bias)
+        packed.norm = None if mixer.norm is None else self._vector(mixer.norm)
+        packed.epsilon = mixer.epsilon
         if isinstance(mixer, Mamba2):
             packed.skip, packed.least_step = self._vector(mixer.skip), mixer.least_step
             packed.conv_bias = None if mixer.conv_bias is None else self._vector(mixer.conv_bias)
@@ -424,10 +426,10 @@ class _Packer:
 
 def _shape_of(spec: NativeSpec) -> abi.CRecurrentShape:
     """Return the kind and the sizes of the recurrent layers, all 0 if there are none."""
-    mixer = next((layer.recurrent for layer in spec.layers if layer.recurrent is not None), None)
-    if mixer is None:
+    weights = next((layer.recurrent for layer in spec.layers if layer.recurrent is not None), None)
+    if weights is None:
         return abi.CRecurrentShape()
-    shape = mixer.shape(1)
+    mixer, shape = weights.mixer, weights.mixer.shape(1)
     described = abi.CRecurrentShape(
         kind=abi.RecurrentKind.SHORT_CONV,
         taps=shape.taps,

@@ -25,6 +25,7 @@ from paceline.kernels.spec import (
     NativeSpec,
     ReadMatrix,
     RecurrentMixer,
+    RecurrentWeights,
     Rotary,
     TokenInputWeights,
     TokenTableWeights,
@@ -36,9 +37,10 @@ from paceline.models.description.spec import (
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
+    RecurrentSpec,
     TokenInputsSpec,
 )
-from paceline.models.description.weights import EXPERTS_NORMS, NORMS, shapes
+from paceline.models.description.weights import BESIDE, EXPERTS_NORMS, NORMS, shapes
 
 GATED: dict[str, Activation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "clamped_silu": "clamped_silu"}
 PLAIN: dict[str, Activation] = {
@@ -200,20 +202,20 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) -> LayerWeights:
     layer, name = spec.layers[index], f"layers.{index}."
-    mixer, mlp, weights, linear = layer.mixer, layer.mlp, source.weights, source.linear
+    mlp, weights, linear = layer.mlp, source.weights, source.linear
     mixture = mlp if isinstance(mlp, ExpertsSpec) else None
     one = mlp.expert if isinstance(mlp, ExpertsSpec) else mlp
-    attention = mixer if isinstance(mixer, AttentionSpec) else None
+    attention = layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
     reads = None if attention is None else attention.reads_layer
     has_ones = attention is not None and attention.qk_norm is not None and not attention.qk_affine
     ones = torch.ones(attention.head_dim) if attention is not None and has_ones else None
     return LayerWeights(
-        qkv=None if mixer is None else in_order(linear(f"{name}qkv"), mixer),
-        attention_out=None if mixer is None else linear(f"{name}o"),
+        qkv=None if attention is None else in_order(linear(f"{name}qkv"), attention),
+        attention_out=None if attention is None else linear(f"{name}o"),
         gate_up=None if layer.shared is None else linear(f"{name}{'gate_up' if layer.shared.gated else 'up'}"),
         down=None if layer.shared is None else linear(f"{name}down"),
-        input_norm=None if mixer is None else source.layer_norm(layer, index, "attn_norm"),
-        post_norm=source.layer_norm(layer, index, "attn_norm" if mixer is None else "mlp_norm"),
+        input_norm=None if layer.mixer is None else source.layer_norm(layer, index, "attn_norm"),
+        post_norm=source.layer_norm(layer, index, "attn_norm" if layer.mixer is None else "mlp_norm"),
         attention_out_norm=source.layer_norm(layer, index, "attn_out_norm"),
         mlp_out_norm=source.layer_norm(layer, index, "mlp_out_norm"),
         q_norm=weights.get(f"{name}q_norm.weight", ones),
@@ -222,7 +224,7 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         rotary=None if attention is None else attention.rotary or _UNTURNED,
         scale=None if attention is None else attention.scale,
         gated=attention is not None and attention.gated,
-        recurrent=None if mixer is None or isinstance(mixer, AttentionSpec) else mixer_of(mixer, name, weights),
+        recurrent=None if layer.recurrent is None else _recurrent_of(layer, layer.recurrent, name, source),
         activation="silu" if one is None else (GATED if one.gated else PLAIN)[one.activation],
         plain=one is not None and not one.gated,
         xielu=weights.get(f"{name}xielu.weight"),
@@ -230,14 +232,26 @@ def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) 
         cap=None if attention is None else attention.cap,
         experts=None if mixture is None else _experts_of(mixture, name, source),
         sinks=weights.get(f"{name}sinks.weight"),
-        heads=None if attention is None else Heads(attention.heads, attention.kv_heads, attention.head_dim),
+        heads=None if attention is None else _heads_of(attention),
         norm_after=attention is not None and attention.norm_after,
         v_norm=attention is not None and attention.v_norm,
-        place=place if mixer is None or reads is not None else None,
-        reads_only=mixer is None or reads is not None,
+        place=place if attention is None or reads is not None else None,
+        reads_only=attention is None or reads is not None,
         input=None if spec.token_inputs is None else _token_input_of(name, weights, linear),
         scale_out=weights.get(f"{name}scale.weight"),
         latent=None if attention is None else _latent_of(attention, name, source),
+    )
+
+
+def _heads_of(spec: AttentionSpec) -> Heads:
+    return Heads(spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim)
+
+
+def _recurrent_of(layer: LayerSpec, spec: RecurrentSpec, name: str, source: _WeightSource) -> RecurrentWeights:
+    """Return a layer's recurrent part. name: of the layer, with a point."""
+    name = f"{name}{BESIDE}" if layer.beside is not None else name
+    return RecurrentWeights(
+        mixer_of(spec, name, source.weights), source.linear(f"{name}qkv"), source.linear(f"{name}o")
     )
 
 
@@ -299,6 +313,9 @@ def check_reference(spec: DecoderSpec) -> None:
         "experts of one shape in all layers": len({replace(mixture, shared=None) for mixture in experts}) <= 1,
         "heads of one shape beside recurrent layers": len(shapes) == 1 or not spec.recurrent,
         "recurrent layers of one shape": len(set(spec.recurrent)) <= 1,
+        "norms before two mixers of a layer alone": all(
+            layer.beside is None or layer.norms == "before" for layer in spec.layers
+        ),
         "attention in some layer": bool(attentions),
         "vectors by token for its MLP's activation": spec.token_inputs is None
         or {mlp.activation for mlp in mlps} == {spec.token_inputs.activation},
@@ -318,20 +335,21 @@ def check_spec(spec: NativeSpec) -> None:
     """Raise ModelFormatError for a number or width of heads that the kernels do not support."""
     for layer in spec.layers:
         if layer.recurrent is not None:
-            _check_recurrent(layer.recurrent)
+            _check_recurrent(layer.recurrent.mixer)
     for layer in spec.layers:
         if layer.latent is not None and layer.latent.norm.shape[0] % 16:
             needed = "vectors of latent attention whose width is a multiple of 16"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {layer.latent.norm.shape[0]}")
     for heads, latent in dict.fromkeys((spec.heads_of(layer), layer.latent is not None) for layer in spec.layers):
         too_many = heads.heads // heads.kv_heads > 64 and not latent  # whose one key serves groups of heads
-        if heads.dim % 16 or heads.heads % heads.kv_heads or too_many:
-            shape = f"{heads.heads} heads of {heads.dim} over {heads.kv_heads}"
+        if heads.dim % 16 or heads.value_width % 16 or heads.heads % heads.kv_heads or too_many:
+            values = "" if heads.value_dim is None else f" with values of {heads.value_dim}"
+            shape = f"{heads.heads} heads of {heads.dim}{values} over {heads.kv_heads}"
             needed = "a head width that is a multiple of 16 and at most 64 query heads per key/value head"
             raise ModelFormatError(f"the CPU kernels need {needed}; not {shape}")
     for layer in spec.layers:
         rotated, dim = 2 * len((layer.rotary or spec.rotary).inverse_frequencies), spec.heads_of(layer).dim
-        if layer.recurrent is None and rotated > dim:
+        if layer.qkv is not None and rotated > dim:
             raise ModelFormatError(f"rotary positions turn {rotated} elements of heads of {dim}")
     if spec.inputs is not None and spec.inputs.width % 16:
         needed = "vectors by token whose width is a multiple of 16"

@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.config import QuantizationName
 from paceline.core.cpus import Node, pinned
+from paceline.core.job_objects import SUSPENDED, JobObject
 from paceline.errors import ParameterError, RankError
 from paceline.kernels.native import kernel_threads
 from paceline.models.description.shards import ModelShard
@@ -39,7 +40,7 @@ from paceline.models.parallel.follower import Follower, NativeFollower, TorchFol
 from paceline.models.parallel.group import FOREVER, Ranks
 from paceline.models.parallel.leading import RankProcesses
 from paceline.models.parallel.model import LeadingPart, PartOfModel
-from paceline.models.parallel.native import LeadingNative, NativePart, new_exchange, open_exchange
+from paceline.models.parallel.native import LeadingNative, NativePart, exchange_bytes, new_exchange, open_exchange
 from paceline.models.parallel.plan import Op, Step, as_numbers
 
 _LOOK = 0.02  # seconds between two checks whether the others are ready
@@ -54,7 +55,7 @@ class Settings:
     """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank.
 
     quantization: of the CPU kernels. nodes: the NUMA nodes of each rank on them; empty: the system places it.
-    exchange: the file in which parts on the CPU kernels exchange activations; None: torch runs the parts.
+    exchange: the name of the memory in which parts on the CPU kernels exchange activations; None: torch runs the parts.
     """
 
     path: str
@@ -82,7 +83,8 @@ class Settings:
         whole = open_checkpoint(Path(self.path))
         assert whole is not None, "check_shardable refuses other families"
         assert self.quantization != "fp8", "_runs_on_kernels refuses it"
-        return kind(whole, share, open_exchange(self.exchange), self.torch_dtype, self.quantization)
+        memory = open_exchange(self.exchange, exchange_bytes(whole.spec, share.ranks))
+        return kind(whole, share, memory, self.torch_dtype, self.quantization)
 
     def check(self, ranks: int) -> None:
         """Raise ParameterError if this machine does not have a device for each of the ranks."""
@@ -104,7 +106,12 @@ class Spawned:
         self._directory = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
         path = self._directory / "store"
         self.store: Store = FileStore(str(path), ranks)
-        self.processes = [_spawn(path, ModelShard(rank, ranks)) for rank in range(1, ranks)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._jobs: list[JobObject] = []
+        for rank in range(1, ranks):
+            self.processes.append(_spawn(path, ModelShard(rank, ranks)))
+            if sys.platform == "win32":
+                self._jobs.append(JobObject(self.processes[-1]))
         self._ended = threading.Event()
 
     def find_ended(self, patience: float = 0.0) -> str | None:
@@ -166,6 +173,7 @@ def _spawn(store: Path, share: ModelShard) -> subprocess.Popen[bytes]:
         stdout=2,  # rank 0's output is reserved for answers
         env={**os.environ, "PYTHONPATH": places},
         start_new_session=True,  # only rank 0 handles Ctrl-C
+        creationflags=SUSPENDED | getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
     )
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import c_int64
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -41,32 +43,53 @@ _END = 0  # byte of the exchange that ends it
 
 @contextmanager
 def new_exchange(spec: DecoderSpec, ranks: int) -> Iterator[str]:
-    """Make the file in which the ranks of a model exchange activations -> the path by which they open it.
+    """Make the memory in which the ranks of a model exchange activations -> the name by which they open it.
 
-    They must map it inside the context. On Linux it has no name, so nothing is left if this process is killed.
-    Raises RankError without memory for it.
+    They must map it inside the context. On Linux and Windows it is no file with a name, so nothing is left if this
+    process is killed. Raises RankError without memory for it.
     """
-    nbytes = native.exchange_bytes(native.required(), division_of(spec, ModelShard(0, ranks)))
-    on_linux = _MEMORY.is_dir()
+    nbytes = exchange_bytes(spec, ranks)
     with ExitStack() as stack:
         try:
-            make = partial(TemporaryFile, dir=_MEMORY) if on_linux else NamedTemporaryFile
-            file = stack.enter_context(make())
-            if hasattr(os, "posix_fallocate"):  # memory that is missing later would end the process
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                file.truncate(nbytes)
+            name = _named_memory(nbytes, stack)
         except OSError as error:
             what = f"{ranks} ranks exchange activations in {nbytes / 2**20:.1f} MiB of shared memory, which are missing"
-            advice = f"free some, or enlarge {_MEMORY} (docker run --shm-size=1g)" if on_linux else "free some"
+            advice = f"free some, or enlarge {_MEMORY} (docker run --shm-size=1g)" if _MEMORY.is_dir() else "free some"
             raise RankError(f"{what} ({error}): {advice}") from error
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if on_linux else file.name
+        yield name
 
 
-def open_exchange(path: str) -> Tensor:
-    """Map the file that rank 0 made, uint8."""
-    with Path(path).open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+def exchange_bytes(spec: DecoderSpec, ranks: int) -> int:
+    """Bytes in which the ranks of a model exchange activations."""
+    return native.exchange_bytes(native.required(), division_of(spec, ModelShard(0, ranks)))
+
+
+def _named_memory(nbytes: int, stack: ExitStack) -> str:
+    """Make memory that lives until the stack ends or the last process that has mapped it does -> its name."""
+    if sys.platform == "win32":
+        name = f"paceline-{uuid.uuid4()}"
+        stack.enter_context(mmap.mmap(-1, nbytes, tagname=name))
+        return name
+    file: IO[bytes]
+    if _MEMORY.is_dir():
+        file = stack.enter_context(TemporaryFile(dir=_MEMORY))  # noqa: SIM115 (the stack closes it)
+        name = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        file = stack.enter_context(NamedTemporaryFile())  # noqa: SIM115
+        name = file.name
+    if hasattr(os, "posix_fallocate"):  # memory that is missing later would end the process
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    else:
+        file.truncate(nbytes)
+    return name
+
+
+def open_exchange(name: str, nbytes: int) -> Tensor:
+    """Map the memory that rank 0 made, uint8."""
+    if sys.platform == "win32":
+        return torch.frombuffer(mmap.mmap(-1, nbytes, tagname=name), dtype=torch.uint8)
+    with Path(name).open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
 class NativePart(NativeModel):

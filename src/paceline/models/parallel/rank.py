@@ -20,8 +20,11 @@ def end_with(parent: int, directory: Path) -> threading.Thread:
     """Start a thread that ends this process when its parent ends, and removes the directory."""
 
     def wait() -> None:
-        while not select.select([sys.stdin], [], [], _LOOK)[0] and os.getppid() == parent:
-            pass
+        if sys.platform == "win32":  # where select takes only sockets, and a job object ends this process, too
+            sys.stdin.read()
+        else:
+            while not select.select([sys.stdin], [], [], _LOOK)[0] and os.getppid() == parent:
+                pass
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import child_limits
-from paceline.core.child_limits import Watch, was_ended_by
+from paceline.core.child_limits import CREATION_FLAGS, Watch, was_ended_by, watch
 
 SECONDS = 5  # CPU time for one exchange
 WALL_SECONDS = 60.0  # elapsed time for one exchange; more than SECONDS because the machine may be busy
@@ -32,6 +32,7 @@ class LimitedProcess:
         self._program, self._settings = Path(__file__).parent / program, json.dumps({**settings, **limits})
         self._lock = threading.Lock()
         self.child: subprocess.Popen[str] | None = None
+        self._watch = Watch()
 
     def exchange(self, line: str) -> dict[str, Any]:
         """Return the answer to a line of JSON: an object, with "error" alone if the work failed or exceeds a limit."""
@@ -45,9 +46,8 @@ class LimitedProcess:
         assert process.stdout is not None
         timer = threading.Timer(WALL_SECONDS, process.kill)
         timer.start()
-        watch = Watch(process, MEMORY, SECONDS)
         try:
-            with watch:
+            with self._watch:
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
                 reply = process.stdout.readline()
@@ -62,7 +62,7 @@ class LimitedProcess:
         if reply.endswith("\n"):
             return dict(json.loads(reply))
         self.child = None
-        return {"error": _exit_reason(process, watch)}
+        return {"error": self._exit_reason(process)}
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -72,22 +72,23 @@ class LimitedProcess:
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            creationflags=CREATION_FLAGS,
         )
         weakref.finalize(self, _end, process)
+        self._watch = watch(process, MEMORY, SECONDS)
         assert process.stdin is not None
         process.stdin.write(self._settings + "\n")
         return process
 
-
-def _exit_reason(process: subprocess.Popen[str], watch: Watch) -> str:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1)
-    _end(process)
-    if watch.exceeded == "memory":
-        return f"it needs more than {MEMORY >> 20} MiB"
-    if watch.exceeded == "time" or was_ended_by(process, "SIGXCPU", "SIGKILL"):
-        return f"it takes more than {SECONDS} seconds"
-    return f"the process that runs it ended with status {process.returncode}"
+    def _exit_reason(self, process: subprocess.Popen[str]) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        _end(process)
+        if self._watch.exceeded == "memory":
+            return f"it needs more than {MEMORY >> 20} MiB"
+        if self._watch.exceeded == "time" or was_ended_by(process, "SIGXCPU", "SIGKILL"):
+            return f"it takes more than {SECONDS} seconds"
+        return f"the process that runs it ended with status {process.returncode}"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -259,6 +260,10 @@ class Tokenizer:
     def tokens(self) -> list[str | None]:
         """Return the spelling of every token of the vocabulary; None for ids without a token."""
         return list(self.huggingface.convert_ids_to_tokens(list(range(self.vocab_size))))
+
+    def fingerprint(self) -> str:
+        """Return a hash of which text each token id stands for: 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.tokens()).encode()).hexdigest()
 
     def special_in(self, text: str) -> set[int]:
         """Return the special tokens that a text spells out."""

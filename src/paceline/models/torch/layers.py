@@ -1,7 +1,7 @@
 """The layers of a native decoder in torch: attention, MLPs, and inputs by token.
 
 Internally the tokens of all rows form one matrix [N, width], N = B * L, so each linear layer is one matrix product.
-Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width.
+Shapes: B rows, L new tokens per row, H heads, G key/value heads, D head width, V width of a value.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from paceline.models.description.spec import (
     DecoderSpec,
     ExpertsSpec,
     LayerSpec,
-    MixerSpec,
     MLPSpec,
     RecurrentSpec,
     Rotary,
     TokenInputsSpec,
 )
-from paceline.models.description.weights import EXPERTS_NORMS, NORMS
+from paceline.models.description.weights import BESIDE, EXPERTS_NORMS, NORMS
 from paceline.models.torch.experts import Experts
 from paceline.models.torch.latent import LatentAttention, LatentMatrices
 from paceline.models.torch.linear import Linear, LinearFactory, dense
@@ -120,9 +119,9 @@ class WeightSource:
         self.kept += (*stacked.tensors(), *(() if bias is None else (bias,)))
         return ExpertMatrices(stacked, bias, count, outputs)
 
-    def mixer(self, spec: RecurrentSpec, layer: str) -> RecurrentMixer:
-        """Return a recurrent layer between its matrices. layer: its name, with a point."""
-        mixer = mixer_of(spec, layer, self._weights)
+    def mixer(self, spec: RecurrentSpec, name: str) -> RecurrentMixer:
+        """Return a recurrent layer between its matrices. name: of its weights, up to the last point."""
+        mixer = mixer_of(spec, name, self._weights)
         self.kept += [part for part in vars(mixer).values() if isinstance(part, Tensor)]
         self.kept += [] if mixer.gates is None else [mixer.gates.weight]
         return mixer
@@ -175,8 +174,11 @@ class _Attention:
         layer = f"layers.{index}"
         self.spec, self.place = spec, place
         self.rotary = None if spec.rotary is None else rotaries[spec.rotary]
-        self.split = [spec.heads, spec.kv_heads, spec.kv_heads] if spec.reads_layer is None else [spec.heads, 0, 0]
-        self.packs = spec.qk_norm != "all" and not (spec.norm_after or spec.v_norm) and spec.reads_layer is None
+        own = spec.kv_heads if spec.reads_layer is None else 0
+        self.split = [spec.heads, own]  # heads of queries, and of keys and values
+        self.widths = [(spec.heads + own) * spec.head_dim, own * spec.value_width]  # of queries and keys, and of values
+        kept_apart = spec.norm_after or spec.v_norm or spec.value_dim is not None
+        self.packs = spec.qk_norm != "all" and not kept_apart and spec.reads_layer is None
         self.qkv, self.output = parts.qkv(spec, layer), parts.linear(f"{layer}.o")
         self.qk_norm = parts.qk_norm(spec, layer)
         sinks, balance = parts.find(f"{layer}.sinks.weight"), parts.key_balance(spec, layer)
@@ -185,11 +187,12 @@ class _Attention:
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Attention over the cache: x [N, width] -> [N, width]."""
         spec, attend = self.spec, forward.attend
-        heads = self.qkv(x).view(forward.rows, -1, sum(self.split) + spec.heads * spec.gated, spec.head_dim)
-        qkv, gate = heads.tensor_split([sum(self.split)], dim=2)
+        projected = self.qkv(x)
+        qkv, gate = projected.view(forward.rows, -1, projected.shape[-1]).tensor_split([sum(self.widths)], dim=2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
         if isinstance(attend, AttendPacked) and self.packs:
-            packed = PackedHeads(qkv, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
+            heads = qkv.view(*qkv.shape[:2], -1, spec.head_dim)
+            packed = PackedHeads(heads, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
             out = attend.packed(self.place, packed, self.terms)
         else:
             q, k, v = (part.transpose(1, 2) for part in self._heads(qkv, rotation))
@@ -202,9 +205,10 @@ class _Attention:
         return self.output(attended * gate.reshape_as(attended).sigmoid() if spec.gated else attended)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split qkv [B, L, H + 2G, D] -> q [B, L, H, D], k, v [B, L, G, D], with norms and rotation applied."""
-        heads, kv_heads, _ = self.split
-        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
+        """Split qkv [B, L, outputs] -> q [B, L, H, D], k [B, L, G, D], v [B, L, G, V], normed and rotated."""
+        shape, (heads, kv_heads) = qkv.shape[:2], self.split
+        qk, v = qkv.split_with_sizes(self.widths, dim=2)
+        qk, v = qk.view(*shape, heads + kv_heads, self.spec.head_dim), v.view(*shape, kv_heads, self.spec.value_width)
         if self.qk_norm is not None and not self.spec.norm_after:
             qk = self._normed(qk, self.qk_norm)
         if rotation is not None:
@@ -221,7 +225,7 @@ class _Attention:
         eps = self.spec.qk_norm_eps
         if self.spec.qk_norm == "head":
             return functional.rms_norm(qk, qk.shape[-1:], None, eps) * weight
-        parts = qk.split_with_sizes(self.split[:2], dim=2)
+        parts = qk.split_with_sizes(self.split, dim=2)
         return torch.cat([functional.rms_norm(part, part.shape[-2:], None, eps) for part in parts], 2) * weight
 
 
@@ -230,12 +234,11 @@ class RecurrentLayer:
 
     linears = ("qkv", "output")
 
-    def __init__(self, spec: RecurrentSpec, parts: WeightSource, index: int, place: int) -> None:
-        """index: of the layer. place: of its state."""
-        layer = f"layers.{index}."
-        self.place, self.mixer = place, parts.mixer(spec, layer)
+    def __init__(self, spec: RecurrentSpec, parts: WeightSource, name: str, place: int) -> None:
+        """name: of its weights, up to the last point. place: of its state."""
+        self.place, self.mixer = place, parts.mixer(spec, name)
         self.gates = None if self.mixer.gates is None else parts.exact(self.mixer.gates)
-        self.qkv, self.output = parts.linear(f"{layer}qkv"), parts.linear(f"{layer}o")
+        self.qkv, self.output = parts.linear(f"{name}qkv"), parts.linear(f"{name}o")
 
     def __call__(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Run the rows' tokens through their states: x [N, width] -> [N, width]."""
@@ -338,14 +341,10 @@ class TokenInputs:
         return ((normed + found.view_as(normed)) * spec.sum_scale).transpose(0, 1)
 
 
-def _mixer(
-    spec: MixerSpec | None, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
-) -> _Attention | LatentAttention | RecurrentLayer | None:
-    """Return the mixer of layer ``index``; other arguments as for ``DecoderLayer``."""
-    if spec is None:
-        return None
-    if not isinstance(spec, AttentionSpec):
-        return RecurrentLayer(spec, parts, index, place)
+def _attention(
+    spec: AttentionSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
+) -> _Attention | LatentAttention:
+    """Return the attention of layer ``index``; other arguments as for ``DecoderLayer``."""
     if spec.latent is None:
         return _Attention(spec, parts, index, place, rotaries)
     assert spec.rotary is not None
@@ -353,7 +352,7 @@ def _mixer(
 
 
 class DecoderLayer:
-    """One layer: attention or a recurrent layer, then an MLP or a mixture of experts, with norms and residual sums."""
+    """One layer: attention, a recurrent layer or both, then an MLP or a mixture of experts, with norms and sums."""
 
     def __init__(
         self, decoder: DecoderSpec, parts: WeightSource, index: int, place: int, rotaries: Mapping[Rotary, int]
@@ -361,7 +360,12 @@ class DecoderLayer:
         """index: of the layer. place: see ``DecoderSpec.places``. rotaries: the numbers of rotary positions."""
         spec, name = decoder.layers[index], f"layers.{index}"
         self.spec, self.index = spec, index
-        self.mixer = _mixer(spec.mixer, parts, index, place, rotaries)
+        self.mixers: list[_Attention | LatentAttention | RecurrentLayer] = []
+        if isinstance(spec.mixer, AttentionSpec):
+            self.mixers.append(_attention(spec.mixer, parts, index, place, rotaries))
+        if spec.recurrent is not None:
+            prefix = f"{name}.{BESIDE if spec.beside else ''}"
+            self.mixers.append(RecurrentLayer(spec.recurrent, parts, prefix, decoder.state_places[index]))
         self.norms = {norm: parts.norm(f"{name}.{norm}") for norm in NORMS[spec.norms]}
         self.attention_out_norm, self.mlp_out_norm = self.norms.get("attn_out_norm"), self.norms.get("mlp_out_norm")
         self.mlp = _mlp(spec, parts, name)
@@ -369,14 +373,15 @@ class DecoderLayer:
         self.scale = parts.find(f"{name}.scale.weight")
         shared = self.mlp.shared if isinstance(self.mlp, Experts) else None
         beside = shared if isinstance(shared, GatedMLP | _PlainMLP) else None
-        of_layer = (self.mixer, self.mlp, beside, self.input)
+        of_layer = (*self.mixers, self.mlp, beside, self.input)
         self.owners = tuple(part for part in of_layer if part is not None)  # of linear layers
 
     @property
     def attention(self) -> _Attention:
         """The mixer, which the caller knows to be attention."""
-        assert isinstance(self.mixer, _Attention), "a recurrent layer has no attention"
-        return self.mixer
+        mixer = self.mixers[0]
+        assert isinstance(mixer, _Attention), "a recurrent layer has no attention"
+        return mixer
 
     @property
     def entry(self) -> Norm | None:
@@ -392,13 +397,15 @@ class DecoderLayer:
         following: the norm after this layer, which is the next layer's first or the final one; None if there is none.
         """
         steps = forward.steps
-        if self.mixer is None or self.mlp is None:
-            return _add(steps, x, self._only_part(normed, forward), following)
+        if self.mlp is None:
+            return _add(steps, x, self._mixed(normed, forward), following)
+        if not self.mixers:
+            return _add(steps, x, self.mlp(normed, steps), following)
         if self.spec.norms == "after_sum":
-            x = steps.add_norm(x, self.mixer(x, forward), self.norms["attn_norm"])[1]
+            x = steps.add_norm(x, self._mixed(x, forward), self.norms["attn_norm"])[1]
             x = steps.add_norm(x, self.mlp(x, steps), self.norms["mlp_norm"])[1]
             return x, x
-        out = self.mixer(normed, forward)
+        out = self._mixed(normed, forward)
         if self.spec.norms == "parallel":
             return _add(steps, x + out, self.mlp(self.norms["mlp_norm"](x), steps), following)
         if self.attention_out_norm is not None:
@@ -413,12 +420,10 @@ class DecoderLayer:
         x = self._end(x + out, forward)
         return x, x if following is None else following(x)
 
-    def _only_part(self, normed: Tensor, forward: ForwardContext) -> Tensor:
-        """The output [N, width] of a layer that has a mixer or an MLP alone."""
-        if self.mixer is not None:
-            return self.mixer(normed, forward)
-        assert self.mlp is not None, "a layer has one of both"
-        return self.mlp(normed, forward.steps)
+    def _mixed(self, x: Tensor, forward: ForwardContext) -> Tensor:
+        """Return the sum of the mixers' outputs [N, width] of x [N, width]."""
+        first, *others = (mixer(x, forward) for mixer in self.mixers)
+        return sum(others, first)
 
     def _end(self, x: Tensor, forward: ForwardContext) -> Tensor:
         """Add the token's vector to the layer's output x [N, width], and scale it."""

@@ -119,7 +119,8 @@ class Transformer:
         self._norm = parts.norm("norm") if spec.final_norm else None
 
     def _recurrent_mixers(self) -> list[RecurrentMixer]:
-        return [block.mixer.mixer for block in self._blocks if isinstance(block.mixer, RecurrentLayer)]
+        mixers = (mixer for block in self._blocks for mixer in block.mixers)
+        return [mixer.mixer for mixer in mixers if isinstance(mixer, RecurrentLayer)]
 
     def _linears(self) -> Iterator[tuple[object, str]]:
         """Yield the owner and attribute name of each linear layer."""
@@ -131,9 +132,12 @@ class Transformer:
                 yield from ((owner, name) for name in owner.linears)
 
     def layer_linears(self) -> Iterator[tuple[object, str, str]]:
-        """Yield owner, attribute and name (of ``weights.slots``, without the suffix) of the layers' linear layers."""
+        """Yield owner, attribute and name (of ``weights.slots``, without the suffix) of the layers' linear layers.
+
+        Those of recurrent layers are left out.
+        """
         for index, block in enumerate(self._blocks):
-            for owner in block.owners:
+            for owner in (owner for owner in block.owners if not isinstance(owner, RecurrentLayer)):
                 yield from ((owner, name, f"layers.{index}.{_OURS.get(name, name)}") for name in owner.linears)
 
     def linears(self) -> list[Linear]:

@@ -1,4 +1,4 @@
-"""The file of a cached prefix: a safetensors file whose metadata has a checksum of its data.
+"""A file of tensors, of a cached prefix or of answers: a safetensors file whose metadata has a checksum of its data.
 
 https://github.com/huggingface/safetensors describes the format: 8 bytes of length, a JSON header, raw tensors. Files
 may be damaged or hostile: everything is checked before it is used, and nothing in a file is run.
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class DamagedFileError(Exception):
-    """The file of a prefix is not what was written."""
+    """A file is not what was written."""
 
 
 @dataclass(frozen=True)
