@@ -4,23 +4,24 @@
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
 does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
---families and names of them, their kernels, whose lines a table then gets anew.
+--families and names of them, their kernels, whose lines a table then gets anew. Kernels and counts are kept in Triton's
+cache (``TRITON_CACHE_DIR``), so that a run which was interrupted goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a program, by architecture
@@ -46,34 +47,40 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+    kept = Path(triton.knobs.cache.dir, f"{compiled.metadata.hash}.used.json")
+    if not kept.exists():
+        kept.write_text(json.dumps(asdict(count(compiled))))
+    return Used(**json.loads(kept.read_text()))
+
+
+def count(compiled: Any) -> Used:
+    """Count what a compiled kernel uses, and check its instructions."""
     shared = int(compiled.metadata.shared)
     assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
-    registers, spilled, code = assembled(compiled.asm["ptx"])
+    registers, code = disassembled(compiled.asm["cubin"])
     assert "EXIT" in code, "the compiler has made nothing but a trap of it"
     assert (spoilt := overwritten_operands(code)) == [], f"written while a product may still read it: {spoilt}"
-    return Used(registers, spilled, shared)
+    return Used(registers, spilled_bytes(code), shared)
 
 
-def assembled(ptx: str) -> tuple[int, int, str]:
-    """Registers and bytes of spilled stores, from the assembler's output, and the instructions."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, result = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        command = [
-            get_ptxas(ARCH).path,
-            "-v",
-            f"--gpu-name={sm_arch_from_capability(ARCH)}",
-            str(source),
-            "-o",
-            str(result),
-        ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        disassemble = [triton.knobs.nvidia.nvdisasm.path, "-c", str(result)]
-        code = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers, said
-    assert spilled, said
-    return int(registers[1]), int(spilled[1]), code
+def disassembled(cubin: bytes) -> tuple[int, str]:
+    """Registers of a thread, and the instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        commands = [triton.knobs.nvidia.cuobjdump.path, "-res-usage"], [triton.knobs.nvidia.nvdisasm.path, "-c"]
+        usage, code = (
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in commands
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, usage
+    return int(registers[1]), code
+
+
+def spilled_bytes(code: str) -> int:
+    """Bytes that the instructions store in a thread's local memory, which kernels use for nothing else."""
+    stores = re.findall(r"\bSTL(?:\.(64|128))?[. ]", code)
+    return sum(int(bits or 32) // 8 for bits in stores)
 
 
 def overwritten_operands(code: str) -> list[str]:
@@ -395,6 +402,7 @@ def float8() -> dict[str, Used]:
 def recurrent() -> dict[str, Used]:
     from paceline.kernels.gpu import delta_chunks
     from paceline.kernels.gpu.delta_net import delta_kernel, finish_kernel
+    from paceline.kernels.gpu.linear import most_registers
     from paceline.kernels.gpu.recurrent import COLUMNS, VALUES, keep_kernel
 
     found = {}
@@ -406,10 +414,14 @@ def recurrent() -> dict[str, Used]:
         for keys, values in shapes[: 1 if FEW or element != "*bf16" else None]:
             heads = {"KEY_HEADS": keys, "VALUE_HEADS": values, "KEY_DIM": 128, "VALUE_DIM": 128}
             blocks = {"TAPS": 4, "KEPT": 32, "BLOCK_K": 128, "BLOCK_V": VALUES, "SCALE": 128**-0.5}
-            for tree in (False, True):
-                constants = heads | blocks | {"TREE": tree}
-                key = f"delta {element} heads={keys}/{values} tree={tree}"
-                found[key] = build(delta_kernel, constants, fusion=False, **types)
+            around_chunks = [] if FEW else [(False, "before chunks"), (False, "behind chunks")]
+            for tree, which in [(False, "all"), (True, "all"), *around_chunks]:
+                constants = heads | blocks | {"TREE": tree, "NODES": which}
+                name = f"tree={tree}" if which == "all" else which
+                most = most_registers(ARCH // 10) if tree else None
+                found[f"delta {element} heads={keys}/{values} {name}"] = build(
+                    delta_kernel, constants, fusion=False, most=most, **types
+                )
             of_chunks = {name: value for name, value in (heads | blocks).items() if name not in ("BLOCK_V", "SCALE")}
             for kernel, more, options in (
                 (delta_chunks.prepare_kernel, {"SCALE": 128**-0.5}, {"warps": delta_chunks.PREPARE_WARPS}),
@@ -541,18 +553,25 @@ A dash: the architecture has no instructions for the format (fp8 on sm_80).
 
 
 def every_kernel(families: Sequence[str]) -> dict[str, Used]:
-    chosen = [family for family in FAMILIES if not families or family.__name__ in families]
-    return {name: used for family in chosen for name, used in family().items()}
+    found: dict[str, Used] = {}
+    for family in FAMILIES:
+        if not families or family.__name__ in families:
+            of_family = family()
+            found |= of_family
+            for name, used in of_family.items():
+                print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
+    return found
 
 
 def table(by_arch: dict[int, dict[str, Used]], others: Sequence[str] = ()) -> str:
-    """A Markdown table, one line per kernel, with the versions of the compiler. others: lines that stay as they are."""
+    """A Markdown table, one line per kernel, with the versions of the compiler. others: its lines so far."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]
-    lines += [line for line in others if line.split("`")[1] not in names]
+    of_kernels = {line.split("`")[1]: line for line in others}
     for name in names:
         cells = [shown(found.get(name)) for found in by_arch.values()]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        of_kernels[name] = f"| `{name}` | " + " | ".join(cells) + " |"
+    lines += of_kernels.values()
     return HEAD + f"Triton {triton.__version__}. Each cell: registers / spilled / shared.\n\n" + "\n".join(lines) + "\n"
 
 
@@ -574,8 +593,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     families = [name for name in asked.families.split(",") if name]
     for ARCH in (int(arch) for arch in asked.arch.split(",")):
         by_arch[ARCH] = every_kernel(families)
-        for name, used in by_arch[ARCH].items():
-            print(f"sm_{ARCH} {name}: {shown(used)}", flush=True)
     if asked.table:
         before = asked.table.read_text().splitlines() if families else []
         asked.table.write_text(table(by_arch, [line for line in before if line.startswith("| `")]))

@@ -64,6 +64,15 @@ def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def products_of_lines(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a @ b.T of lines [C, D], first of their even columns, then of the odd ones: with whole lines registers spill."""
+    HALF: tl.constexpr = a.shape[1] // 2
+    a_even, a_odd = tl.split(tl.reshape(a, (_CHUNK, HALF, 2)))
+    b_even, b_odd = tl.split(tl.reshape(b, (_CHUNK, HALF, 2)))
+    return dot(a_even, tl.trans(b_even)) + dot(a_odd, tl.trans(b_odd))
+
+
+@triton.jit
 def unit_inverse(a: tl.tensor) -> tl.tensor:
     """(I + a)^-1 of a [C, C], which is 0 on and above its diagonal, by substitution, line by line."""
     row, column = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
@@ -131,8 +140,7 @@ def prepare_kernel(
         to = keys + (2 * place * _CHUNK + token[:, None]) * BLOCK_K + key
         tl.store(to, q)
         tl.store(to + _CHUNK * BLOCK_K, k)
-        turned = tl.trans(k)
-        qk, kk = dot(q, turned), dot(k, turned)
+        qk, kk = products_of_lines(q, k), products_of_lines(k, k)
         for head in range(key_head * SHARED, (key_head + 1) * SHARED):
             of_node = gates + (row * nodes + node) * gates_stride + head
             raw_beta = tl.load(of_node).to(tl.float32)
@@ -238,8 +246,8 @@ class ChunkTables(NamedTuple):
 
 
 def block_of(width: int) -> int:
-    """Return the columns of a block of ``width`` numbers: a power of two, and enough for a product."""
-    return max(CHUNK, 1 << (width - 1).bit_length())
+    """Return the columns of a block of ``width`` numbers: a power of two, and enough for two products."""
+    return max(2 * CHUNK, 1 << (width - 1).bit_length())
 
 
 def has_chunks(part: RowsPass) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor
 from paceline.core.recurrent_state import CHUNK, WINDOW, RowsPass
 from paceline.kernels.delta import DeltaNet
 from paceline.kernels.gpu.delta_chunks import gates_of, has_chunks, run_chunks, whole_chunks
+from paceline.kernels.gpu.launch import capability
+from paceline.kernels.gpu.linear import most_registers
 from paceline.kernels.gpu.recurrent import VALUES, WARPS, causal_sum, keep, silu, steps_to
 
 _CHUNK = tl.constexpr(CHUNK)
@@ -195,4 +197,5 @@ def _run_nodes(mixer: DeltaNet, part: RowsPass, layer: int, tensors: tuple[Tenso
         KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads, KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         TAPS=heads.taps, KEPT=WINDOW, BLOCK_K=triton.next_power_of_2(heads.key_dim), BLOCK_V=values,
         SCALE=heads.key_dim**-0.5, TREE=part.paths is not None, NODES=which, num_warps=WARPS, enable_fp_fusion=False,
+        maxnreg=None if part.paths is None else most_registers(capability(projected.device)[0]),
     )  # fmt: skip
