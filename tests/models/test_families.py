@@ -45,7 +45,7 @@ def _native(kind: str, **changes: object) -> DecoderSpec | None:
 
 TESTED_APART = {  # test_recurrent*.py, test_other_states.py, test_sinks_and_shared_experts.py
     *("qwen3_5", "qwen3_5_text", "lfm2", "granitemoehybrid", "gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"),
-    *("qwen3_next", "lfm2_moe", "lfm3", "bamba", "nemotron_h"),
+    *("qwen3_next", "lfm2_moe", "lfm3", "bamba", "nemotron_h", "falcon_h1"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -28,7 +29,9 @@ from paceline.models.decoding.decoder import Decoder
 from paceline.models.decoding.draft_decoder import DraftDecoder
 from paceline.models.decoding.draft_vocabulary import DraftVocabulary
 from paceline.models.decoding.native_draft import NativeDraftDecoder
-from paceline.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.models.text.tokenizer import Tokenizer  # needs packages that models without a tokenizer do not
 
 
 @dataclass
