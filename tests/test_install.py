@@ -178,8 +178,13 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
         assert f'the package {package} is not installed: pip install "paceline[{extra}]"' in done.stderr
 
 
-def test_what_loads_no_model_of_transformers_imports_none() -> None:
-    """Their classes take as long to import as torch: a refused command or the start of a server would wait for them."""
-    script = "import sys, paceline.llm, paceline.server.run; sys.exit('transformers.modeling_utils' in sys.modules)"
+def test_a_start_imports_neither_models_of_transformers_nor_torchs_compiler() -> None:
+    """The first take as long to import as torch, so a refused command would wait for them, and the second takes 1 s."""
+    script = """
+import sys, torch, paceline.llm, paceline.server.run
+from paceline.kernels import pack
+assert pack.interleave_gate_up(torch.empty(40, 8, device="meta")).shape == (64, 8)  # the sizes of packed weights
+sys.exit("transformers.modeling_utils" in sys.modules or "torch._dynamo" in sys.modules)
+"""
     variables = {"PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", script], env=os.environ | variables, check=False).returncode == 0

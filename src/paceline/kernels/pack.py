@@ -209,9 +209,12 @@ def dequantise(weight: Weight, inputs: int) -> Tensor:
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
     """Rows [gate, up] -> 16 rows of the gate, the same 16 of up, and so on; the width is padded to a multiple of 16."""
-    gate, up = (pad_rows(half, round_up(half.shape[0], 16)) for half in gate_up.chunk(2))
-    blocks = (half.view(-1, 16, *half.shape[1:]) for half in (gate, up))
-    return torch.stack(tuple(blocks), dim=1).flatten(0, 2)
+    halves, rest = gate_up.chunk(2), gate_up.shape[1:]
+    rows = round_up(halves[0].shape[0], 16)
+    blocks = gate_up.new_empty(rows // 16, 2, 16, *rest)
+    for part, half in enumerate(halves):
+        blocks[:, part] = pad_rows(half, rows).view(-1, 16, *rest)
+    return blocks.flatten(0, 2)
 
 
 def reorder_rows(weight: Weight, order: Callable[[Tensor], Tensor]) -> Weight:
@@ -361,4 +364,8 @@ def router_panels(weight: Tensor, input_multiple: int = INPUT_MULTIPLE) -> Tenso
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """x [N, ...] with rows of zeros appended, [rows, ...]."""
-    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])]) if rows > x.shape[0] else x
+    if rows <= x.shape[0]:
+        return x
+    padded = x.new_zeros(rows, *x.shape[1:])  # torch.cat on device "meta" would import torch's compiler, 1 s
+    padded[: x.shape[0]] = x
+    return padded

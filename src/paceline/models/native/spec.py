@@ -82,7 +82,7 @@ def spec_of(
         max_positions=spec.max_positions,
         rotary=attention.rotary or _UNTURNED,
         embedding=weights["embed.weight"],
-        final_norm=final_norm * spec.logits_scale,
+        final_norm=_scaled(final_norm, spec.logits_scale),
         layers=[
             _layer_of(spec, index, place, source)
             for index, place in enumerate(spec.places if places is None else places)
@@ -197,7 +197,7 @@ def _factors_of(spec: ExpertsSpec, stored: Tensor | None) -> Tensor | None:
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    return tensor if factor == 1.0 else tensor.float() * factor
+    return tensor if factor == 1.0 else tensor.float() * factor  # on device "meta" it imports torch's compiler, 1 s
 
 
 def _layer_of(spec: DecoderSpec, index: int, place: int, source: _WeightSource) -> LayerWeights:
