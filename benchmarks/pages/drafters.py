@@ -186,6 +186,28 @@ def answers_as_sources() -> Iterator[list[str]]:
         yield [label, *("-" if each is None else f"{each['tokens_a_round']:.2f}" for each in sides)]
 
 
+_TIMED_WORK = {
+    "changes-4": "twenty changes to one file, greedy",
+    "stubs-8": "eight functions of eight samples each, T = 0.8",
+    "chat-1": "six open questions, greedy",
+    "chat-8": "sixteen open questions, greedy",
+}
+
+
+def answers_by_the_clock() -> Iterator[list[str]]:
+    """Median seconds with ``auto`` over prompt lookup's, by what lookup copies from; in brackets tokens per round."""
+    for name, label in _TIMED_WORK.items():
+        run = {each["side"]: each for each in load(f"references-answers-auto-{name}-qwen-0.5b-epyc-zen4")["results"]}
+        own = run["own text"]
+        cells = [label, name.split("-")[1], f"{own['seconds']:.1f} s ({own['tokens_a_round']:.2f})"]
+        for side in ("of its own request", "of all requests"):
+            if (each := run.get(side)) is None:
+                cells.append("-")
+            else:
+                cells.append(f"{each['seconds'] / own['seconds']:.2f} ({each['tokens_a_round']:.2f})")
+        yield cells
+
+
 def kinds_in_chat() -> Iterator[list[str]]:
     """The same in open chat: tokens per round, and ``auto`` over plain decoding at 1 and 2 rows."""
     for kind in _KINDS:
