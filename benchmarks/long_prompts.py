@@ -5,7 +5,7 @@
 
 ``read``: RANDOM WEIGHTS in int8, some layers of a shape, chunks of 512 tokens. The floor of a prompt is the products of
 its tokens at an empty cache, and attention's multiply-adds at the speed of torch's bfloat16 product on these threads.
-As in an engine's prefill, the last layer only stores keys and values.
+The last layer only stores keys and values, as in an engine's prefill.
 ``reuse``: the engine, greedy, one prompt at a time; the part in the store is the beginning of an earlier prompt.
 The last line of stdout is every repeat's seconds, as JSON.
 """

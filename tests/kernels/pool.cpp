@@ -107,7 +107,7 @@ void exchange(int ranks, int turns) {
   expect(wrong == 0, std::to_string(wrong) + " numbers of " + std::to_string(ranks) + " ranks are wrong");
 }
 
-// Of three ranks one never comes. The first whose patience ends, ends the exchange for both of the others: no thread is left
+// One of three ranks never comes. The first whose patience ends, ends the exchange for both of the others: no thread is left
 // waiting, and rows stay as they are.
 void exchange_without_a_rank() {
   const std::vector<int32_t> edges = {0, 32, 64, 96};

@@ -1,7 +1,7 @@
 """Windows job objects: child processes that end with this one, within limits that the system enforces.
 
-A child is started suspended, put into a job of its own, and resumed. So nothing of it runs outside of the job, nor do
-its own children: python.exe of a virtual environment starts another one.
+A child is started suspended, put into a job of its own, and resumed. It never runs outside of the job, nor do its
+own children: python.exe of a virtual environment starts another one.
 """
 
 from __future__ import annotations

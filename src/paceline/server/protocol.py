@@ -297,7 +297,7 @@ class AnsweredRequest(ApiRequest):
     def sampling(self, base: SamplingParams, left: int) -> SamplingParams:
         """The sampling parameters; those of ``base`` where the body has none. Raises ParameterError.
 
-        left: as in ``answer_limit``. Of an answer without a limit, one reply must hold all log-probabilities.
+        left: as in ``answer_limit``. One reply must hold all log-probabilities of an answer without one.
         """
         if self.num_logprobs is not None:
             left = min(left, limits.MAX_LOGPROB_ENTRIES // (self.answers * (1 + self.num_logprobs)))

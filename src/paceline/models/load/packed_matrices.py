@@ -54,7 +54,7 @@ _IN_PAIRS = (Int4Weight, Fp4Weight)  # whose codes of 4 bits are stored two a by
 _STORED = (torch.uint8, torch.int8, torch.int64, torch.float16, torch.float32, torch.float8_e4m3fn)
 _DTYPES = {str(dtype): dtype for dtype in _STORED}
 Description: TypeAlias = "tuple[str, int | None, dict[str, tuple[str, list[int]]], list[int]]"
-"""Of a weight in a file: its class, its group (int4), the dtype and shape of each tensor, and checksums."""
+"""A weight in a file: its class, its group (int4), the dtype and shape of each tensor, and checksums."""
 
 
 def packed_matrices(source: ResolvedSource, quantization: Format | None) -> PackedCopy | None:
