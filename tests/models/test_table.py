@@ -124,6 +124,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bamba": tiny_bamba,
     "falcon_h1": tiny_falcon_h1,
     "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
+    "nemotron_h with latent experts": functools.partial(tiny_nemotron, kinds="mefme", moe_latent_size=40),
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
     "mimo_v2_flash": tiny_mimo,
@@ -132,7 +133,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 # Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell; limits of steps and
 # MLPs among experts
-UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers", "nemotron_h"}
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
+UNWRITTEN |= {"nemotron_h", "nemotron_h with latent experts"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),

@@ -50,7 +50,7 @@ _SIZES = (
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
     *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
-    *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length", "moe_latent_size"),
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
