@@ -29,6 +29,12 @@ def test_a_published_name_is_that_of_the_text_model(name: str) -> None:
     assert names.ours(name) == "layers.3.q.weight"
 
 
+def test_published_names_of_nemotron_omni_are_those_of_its_text_model() -> None:
+    names = in_wrapper(FAMILIES["nemotron_h"].safetensors)
+    assert names.ours("language_model.backbone.layers.3.mixer.q_proj.weight") == "layers.3.q.weight"
+    assert names.ignored.fullmatch("language_model.mtp.layers.0.eh_proj.weight")
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight"])
 def test_a_published_head_is_that_of_the_text_model(name: str) -> None:
     names = in_wrapper(FAMILIES["llama"].safetensors)

@@ -14,7 +14,7 @@ from paceline.models.description.weight_names import WeightNames
 WRAPPERS = frozenset(
     {
         *("exaone4_5", "gemma3", "gemma4", "gemma4_unified", "granite4_vision", "idefics3", "internvl", "lfm2_vl"),
-        *("kimi_k25", "lfm3_vl"),
+        *("kimi_k25", "lfm3_vl", "nemotron_h_omni"),
         *(
             "llava",
             "llava_next",
@@ -38,12 +38,13 @@ _PREFIXES = tuple(
     f"{whole}{part}.{model}"
     for whole in ("model.", "")
     for part in ("language_model", "text_model")
-    for model in ("model.", "")
+    for model in ("model.", "backbone.", "")
 )
-_NOT_TEXT = re.compile(rf"(?!({'|'.join(map(re.escape, _PREFIXES))}|lm_head\.|model\.(embed_tokens|layers|norm)\.)).*")
+_TEXT = "|".join(map(re.escape, _PREFIXES))
+_NOT_TEXT = rf"(?!({_TEXT}|lm_head\.|model\.(embed_tokens|layers|norm)\.)).*"
 
 
 def in_wrapper(names: WeightNames) -> WeightNames:
     """Return the names of a family's weights in multimodal checkpoints, where all other tensors are ignored."""
-    ignored = re.compile(f"{_NOT_TEXT.pattern}|{names.ignored.pattern}")
+    ignored = re.compile(f"{_NOT_TEXT}|({_TEXT})?({names.ignored.pattern})")
     return replace(names, prefixes=(*_PREFIXES, *names.prefixes), ignored=ignored)
