@@ -28,6 +28,7 @@ import shared
 from paceline.engine.utilisation import arithmetic_of
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
+from paceline.models.files import hub
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
 gc.disable()  # until all tests are collected, because none of their objects is garbage
@@ -91,6 +92,19 @@ def _kernels_are_chosen_anew() -> Iterator[None]:
     cpu.chosen.cache_clear()
     yield
     cpu.chosen.cache_clear()
+
+
+@pytest.fixture
+def caches_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep packed weights, costs and tiles for later tests, as users do: loading SmolLM2 takes half of the time."""
+    folder = shared.folder() / "caches"
+    folder.mkdir(exist_ok=True)
+    for model in hub.cache_directory().glob("*.gguf"):
+        with suppress(FileExistsError):
+            (folder / model.name).symlink_to(model)
+    monkeypatch.setenv("PACELINE_CACHE", str(folder))
+    for name in ("PACKED", "COST", "TILE"):
+        monkeypatch.setenv(f"PACELINE_{name}_CACHE", "on")
 
 
 @pytest.fixture
