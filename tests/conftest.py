@@ -24,6 +24,9 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests must not write to the user'
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
+import typer.testing
+from typer.main import get_command
+
 import shared
 from paceline.engine.utilisation import arithmetic_of
 from paceline.kernels import cpu
@@ -37,6 +40,8 @@ gc.disable()  # until all tests are collected, because none of their objects is 
 def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
     return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
 
+
+typer.testing._get_command = cache(get_command)  # else every call of a command builds all of them anew, for 25 ms
 
 # Measurements of the machine are short, because no test depends on how exact they are.
 arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
