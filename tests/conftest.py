@@ -41,7 +41,8 @@ def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, 
     return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
 
 
-typer.testing._get_command = cache(get_command)  # else every call of a command builds all of them anew, for 25 ms
+# Else every call of a command builds all of them anew, for 25 ms.
+typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # Measurements of the machine are short, because no test depends on how exact they are.
 arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench

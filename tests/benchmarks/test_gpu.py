@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import auto
 from benchmarks.gpu import bench as gpu
 from benchmarks.gpu.bench import Bench, Options
 from benchmarks.gpu.cells import Axes, Setting, plan
@@ -58,7 +59,7 @@ def nothing_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine runs once, not three times for a median."""
-    monkeypatch.setattr("benchmarks.gpu.auto._REPEATS", 1)
+    monkeypatch.setattr(auto.in_turn, "__defaults__", (1,))
 
 
 def test_rounds_accept_draft_tokens_at_the_synthetic_rate() -> None:
