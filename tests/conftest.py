@@ -24,10 +24,14 @@ os.environ["PACELINE_PACKED_CACHE"] = "off"  # tests must not write to the user'
 os.environ["PACELINE_COST_CACHE"] = "off"
 os.environ["PACELINE_TILE_CACHE"] = "off"
 
+import typer.testing
+from typer.main import get_command
+
 import shared
 from paceline.engine.utilisation import arithmetic_of
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
+from paceline.models.files import hub
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
 gc.disable()  # until all tests are collected, because none of their objects is garbage
@@ -36,6 +40,9 @@ gc.disable()  # until all tests are collected, because none of their objects is 
 def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
     return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
 
+
+# Else every call of a command builds all of them anew, for 25 ms.
+typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # Measurements of the machine are short, because no test depends on how exact they are.
 arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
@@ -91,6 +98,19 @@ def _kernels_are_chosen_anew() -> Iterator[None]:
     cpu.chosen.cache_clear()
     yield
     cpu.chosen.cache_clear()
+
+
+@pytest.fixture
+def caches_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep packed weights, costs and tiles for later tests, as users do: loading SmolLM2 takes half of the time."""
+    folder = shared.folder() / "caches"
+    folder.mkdir(exist_ok=True)
+    for model in hub.cache_directory().glob("*.gguf"):
+        with suppress(FileExistsError):
+            (folder / model.name).symlink_to(model)
+    monkeypatch.setenv("PACELINE_CACHE", str(folder))
+    for name in ("PACKED", "COST", "TILE"):
+        monkeypatch.setenv(f"PACELINE_{name}_CACHE", "on")
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ def use_folder_of(factory: pytest.TempPathFactory) -> None:
     _folders[:] = [own.parent if "PYTEST_XDIST_WORKER" in os.environ else own]
 
 
+def folder() -> Path:
+    """The run's own folder, the same for all processes of pytest-xdist."""
+    return _folders[0]
+
+
 def once(name: str, compute: Callable[[], Any]) -> Any:
     """Value of a function without arguments, as JSON gives it back. name: of the value, and of its file."""
     path = _folders[0] / f"{name}.json"

@@ -34,6 +34,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in ours if line.startswith("paceline ")]
 
 
+@pytest.mark.usefixtures("caches_of_the_run")
 def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
     real_models.find("smollm2-135m")
     (code,) = blocks(ROOT / "README.md", "python")
@@ -48,6 +49,7 @@ def test_the_pythons_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> No
 PLAYED_HERE = [page for page in PAGES[1:] if any("import LLM" in block for block in blocks(page, "python"))]
 
 
+@pytest.mark.usefixtures("caches_of_the_run")
 @pytest.mark.parametrize("page", PLAYED_HERE, ids=lambda page: page.name)
 def test_the_pythons_of_a_page_run_one_after_the_other(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.find("smollm2-135m")
@@ -111,6 +113,7 @@ def test_the_benches_that_pages_name_exist() -> None:
     assert [file for file in files if not (file.with_suffix(".py").is_file() or (file / "__main__.py").is_file())] == []
 
 
+@pytest.mark.usefixtures("caches_of_the_run")
 @pytest.mark.parametrize("command", [words for words in commands() if words[:2] == GENERATE], ids=" ".join)
 def test_the_answers_that_the_documentation_asks_for_are_not_empty(command: list[str]) -> None:
     """Four tokens of each tell, and a fixed length needs no calibration."""

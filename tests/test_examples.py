@@ -35,7 +35,7 @@ def run_alone(name: str, folder: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def model() -> None:
+def model(caches_of_the_run: None) -> None:
     real_models.find("smollm2-135m")
 
 

@@ -191,6 +191,7 @@ def test_the_qwen_pair_equals_transformers_greedy_in_float32() -> None:
     check_generate(spoken, model)
 
 
+@pytest.mark.usefixtures("caches_of_the_run")
 def test_smollm2_drafts_with_the_head_that_comes_with_it() -> None:
     path = real_models.find("smollm2-135m")
     llm = LLM(path, draft_model="smollm2-135m-head", quantization="int8", max_batch_size=4, max_model_len=256)

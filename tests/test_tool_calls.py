@@ -28,6 +28,7 @@ def check(name: str, tools: Sequence[ToolDefinition], samples: int) -> None:
     assert sum(each["accepted"] for each in made) > 0
 
 
+@pytest.mark.usefixtures("caches_of_the_run")
 def test_twenty_forced_calls_of_smollm2_are_valid_and_lossless() -> None:
     check("smollm2-135m", [TOOLS[n] for n in (2, 12, 14, 30)], 5)
 

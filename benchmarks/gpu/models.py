@@ -81,11 +81,11 @@ PAIRS: dict[str, Pair] = {
 
 
 def tiny(pair: Pair) -> Pair:
-    """The same kinds of models, small enough for a CPU."""
-    return replace(pair, target=_shrunk(pair.target, layers=2), draft=_shrunk(pair.draft, layers=1))
+    """The same kinds of models with one layer, small enough for a CPU."""
+    return replace(pair, target=_shrunk(pair.target), draft=_shrunk(pair.draft))
 
 
-def _shrunk(config: DecoderSpec, layers: int) -> DecoderSpec:
+def _shrunk(config: DecoderSpec) -> DecoderSpec:
     heads, dim = 2, 16
     layer, width = config.layers[0], heads * dim
     rotary = layer.attention.rotary and Rotary(layer.attention.rotary.inverse_frequencies[: dim // 2])
@@ -94,7 +94,7 @@ def _shrunk(config: DecoderSpec, layers: int) -> DecoderSpec:
         replace(layer.attention, heads=heads, kv_heads=kv_heads, head_dim=dim, rotary=rotary),
         replace(layer.dense, width=2 * width),
     )
-    return replace(config, vocab_size=96, width=width, embed_width=width, max_positions=512, layers=(small,) * layers)
+    return replace(config, vocab_size=96, width=width, embed_width=width, max_positions=512, layers=(small,))
 
 
 def matrices(config: DecoderSpec) -> dict[str, tuple[int, int]]:

@@ -33,6 +33,12 @@ def _problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "human_eval", lambda: list(PROBLEMS))
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plot out, which takes longer than the run."""
+    monkeypatch.setattr("paceline.tools.evaluation.plot.draw", lambda *_: None)
+
+
 def journal(directory: Path) -> list[Any]:
     """Without the times."""
     lines = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()[1:]]
@@ -67,6 +73,7 @@ def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: s
     assert (out / "humaneval.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_every_side_reads_the_prompt_itself(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +91,7 @@ def test_every_side_reads_the_prompt_itself(
     assert copied == [0] * 2 * (1 + len(PROBLEMS)), "two configurations, each warmed up with the first problem"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +123,7 @@ def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     assert "seed" in other.stderr
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_draft_tokens_there_is_one_side(paceline: Any, tiny: str, tmp_path: Path) -> None:
     result = paceline("eval", "humaneval", tiny, *OPTIONS, "-k", "0", "--limit", "1", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -125,6 +134,7 @@ def test_without_draft_tokens_there_is_one_side(paceline: Any, tiny: str, tmp_pa
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +155,7 @@ def test_a_run_with_other_documents_or_another_sandbox_is_not_gone_on_with(
     assert again.stderr.splitlines()[-1].startswith("error: --resume: isolation=")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any, tiny: str, tmp_path: Path) -> None:
     options = [*OPTIONS, "--budget-max", "0.000001", "--output", str(tmp_path)]
     result = paceline("eval", "humaneval", tiny, *options)

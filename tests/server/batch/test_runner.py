@@ -654,8 +654,8 @@ def test_an_expired_batch_keeps_its_output(live: Live, monkeypatch: pytest.Monke
 
 
 def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(200)]
-    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
+    lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(100)]
+    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=0.3)
     name, counts, engine_step = "", [], Engine.step
     with monkeypatch.context() as patched:  # for the whole test: at full speed one run could finish all lines
         patched.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
@@ -672,9 +672,9 @@ def test_a_restarted_server_resumes_batches(tiny: str, tmp_path: Path, monkeypat
         batch = ended(api, name)
         whole = ended(api, begin(api, lines).id)
         assert texts(content(api, batch.output_file_id)) == texts(content(api, whole.output_file_id))
-        assert batch.request_counts.completed == 200
+        assert batch.request_counts.completed == 100
     assert counts == sorted(counts)
-    assert counts[-1] < 200
+    assert counts[-1] < 100
 
 
 def test_resumed_batches_report_their_counts_while_they_wait(
@@ -682,7 +682,7 @@ def test_resumed_batches_report_their_counts_while_they_wait(
 ) -> None:
     """The first server is killed, so that the count on disk is older than the output."""
     lines = [line(str(number), f"text {number}", max_tokens=16) for number in range(60)]
-    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=1)
+    config = ServerConfig(port=0, served_model_name="tiny", batch_dir=str(tmp_path), shutdown_timeout=0.3)
     engine_step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), engine_step(engine))[1])
     for live in start(config, tiny):

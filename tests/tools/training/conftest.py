@@ -24,8 +24,9 @@ def save_target(path: Path, layers: int = 8) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _quick(one_thread: None) -> None:
-    """Tiny tensors need one thread."""
+def _quick(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny tensors need one thread. Plots take as long as the training, so only that of ``whole`` is drawn."""
+    monkeypatch.setattr("paceline.tools.training.run.draw", lambda *_: True)
 
 
 @pytest.fixture(scope="session")
