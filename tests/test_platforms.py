@@ -10,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,28 @@ def test_everything_imports_and_an_engine_decodes_without_what_windows_lacks() -
     assert len(done.stdout.split()) == 8
 
 
+# Macs: what their processors have, by macOS's names, and the instruction sets that are chosen, best first.
+MACS = {
+    "M1": ({"DotProd"}, ["neon-dotprod"]),
+    "M2": ({"DotProd", "I8MM", "BF16"}, ["neon-i8mm-bf16", "neon-dotprod"]),
+    "without names for them": (set(), []),
+}
+
+
+@pytest.mark.skipif(build.compiler() is None, reason=build.what_is_missing())
+def test_macs_use_the_instructions_that_their_processors_have(tmp_path: Path) -> None:
+    """By the code for macOS, built for this machine beside a sysctl of its own."""
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "sys" / "sysctl.h").touch()
+    program = tmp_path / "sysctl"
+    flags = ["-std=c++17", "-U__linux__", "-D__APPLE__", f"-I{tmp_path}", f"-I{build.SOURCES}"]
+    source = ROOT / "tests" / "kernels" / "sysctl.cpp"
+    subprocess.run([build.compiler() or "", *flags, source, "-o", program], check=True)
+    for features, sets in MACS.values():
+        names = [f"hw.optional.arm.FEAT_{name}" for name in features]
+        assert subprocess.run([program, *names], capture_output=True, text=True, check=True).stdout.split() == sets
+
+
 # --- cross compilers ---
 
 ZIG = importlib.util.find_spec("ziglang")
@@ -146,6 +170,7 @@ needs_zig = pytest.mark.skipif(ZIG is None, reason="no cross compiler: pip insta
 # Zig names processors instead of extensions of the instruction set. It takes -static with -shared for an archive, and
 # links its libraries statically anyway.
 PROCESSORS = {"-march=armv8.2-a+dotprod": "-mcpu=apple_m1", "-march=armv8.2-a+dotprod+i8mm+bf16": "-mcpu=apple_m2"}
+BFMMLA, USMMLA = 0x6E40EC00, 0x4E80AC00  # Arm's manual, C7.2: vectors of registers numbered 0
 
 
 def cross_compiler(folder: Path, triple: str) -> str:
@@ -175,18 +200,23 @@ def test_the_library_for_macos_has_its_processor_version_and_functions(tmp_path:
         place += size
     assert version == (1, 11 << 16)
     assert [name for name in SIGNATURES if f"\0_{name}\0".encode() not in library] == []
+    # M2 and later: products of matrices in bfloat16 and in bytes.
+    words = struct.unpack(f"<{len(library) // 4}I", library[: len(library) // 4 * 4])
+    instructions = Counter(word & 0xFFE0FC00 for word in words)  # without the numbers of registers
+    assert min(instructions[BFMMLA], instructions[USMMLA]) > 100
 
 
 needs_wine = pytest.mark.skipif(WINE is None, reason="nothing runs programs of Windows: apt-get install wine")
 
 
-@pytest.fixture
-def wine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(scope="module")
+def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The program that runs programs of Windows, as an empty Windows of its own."""
-    monkeypatch.setenv("WINEPREFIX", str(tmp_path / "wine"))
-    monkeypatch.setenv("WINEDEBUG", "-all")
-    subprocess.run([str(WINE), "wineboot"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return str(WINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WINEPREFIX", str(tmp_path_factory.mktemp("wine")))
+        patch.setenv("WINEDEBUG", "-all")
+        subprocess.run([str(WINE), "wineboot"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        yield str(WINE)
 
 
 @pytest.mark.slow

@@ -132,6 +132,7 @@ class LLM:
         own_head = asks_own_head and find_head(model) is None and has_own_head(model)
         adapter_paths = as_adapters(adapters or {})
         config = engine_config(options, OWN_HEAD if own_head else draft_model, documents)
+        serve_other_rank(config.tensor_parallel)  # before any file is looked for: a relative path is rank 0's
         if find_head(model) is not None:
             raise ParameterError(
                 "model", model, "a model; this is a trained head, which is passed as draft_model of its target"
@@ -139,7 +140,6 @@ class LLM:
         check_source(model, config.max_model_len)
         for of_draft in (False, True):
             load_dtype(config, of_draft=of_draft)  # raises before anything is loaded if the device lacks the dtype
-        serve_other_rank(config.tensor_parallel)
         self.tokenizer = load_tokenizer(model, tokenizer)
         head = None if draft_model is None else find_head(draft_model)
         if draft_model is not None and head is None:

@@ -153,7 +153,10 @@ def files_for(machine: str, newer: bool, sources: Path = SOURCES) -> dict[Path, 
     files = sorted(path for path in sources.glob("*.cpp") if path.name not in unwanted)
     if not files:
         raise BuildError(f"no C++ sources in {sources}")
-    return {path: flags.get(path.name, ()) for path in files}
+    # Definitions go to the files that use them, so that a compiler with a cache knows the others after an edit.
+    defines = {"capi.cpp": (f'-DPL_SOURCE_HASH="{source_hash(sources)}"',)}
+    defines |= {"sets_x86.cpp": ("-DPL_WITH_NEWER",)} if newer else {}
+    return {path: (*flags.get(path.name, ()), *defines.get(path.name, ())) for path in files}
 
 
 def compile_files(cxx: str, files: dict[Path, tuple[str, ...]], scratch: Path, extra: tuple[str, ...]) -> list[str]:
@@ -187,8 +190,7 @@ def _build(cxx: str, destination: Path, sources: Path, extra: tuple[str, ...]) -
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination, prefix=".build-") as scratch:
         extra = (*system_flags(cxx), *extra)
-        defines = (f'-DPL_SOURCE_HASH="{source_hash(sources)}"', *(("-DPL_WITH_NEWER",) if newer else ()))
-        objects = compile_files(cxx, files, Path(scratch), (*extra, *defines))
+        objects = compile_files(cxx, files, Path(scratch), extra)
         made = Path(scratch, LIBRARY)
         # libstdc++ and libgcc are linked dynamically: torch brings them, and the static ones need a newer glibc.
         _run([cxx, "-shared", "-pthread", *extra, *objects, "-o", str(made)])

@@ -257,18 +257,18 @@ def free_port() -> int:
 def test_ranks_of_any_launcher_find_each_other_from_different_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], machines: int
 ) -> None:
-    """Ranks on two machines speak through a named interface."""
+    """Ranks on two machines speak through a named interface. The path is relative to rank 0's directory."""
     monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
     path = write(toy("llama"), tmp_path / "model")
     script = f"""
-        llm = LLM(PATH, tensor_parallel=2, **OPTIONS | {options})
+        llm = LLM(PATH.name, tensor_parallel=2, **OPTIONS | {options})
         print(texts(llm.generate(prompts(4), params(20), use_tqdm=False)), flush=True)
     """
     launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // machines), "MASTER_ADDR": "127.0.0.1"}
     launcher |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     with (
-        begun(script, path, folder=path, RANK="0", **launcher) as leader,
-        begun(script, path, folder=tmp_path, RANK="1", **launcher) as other,
+        begun(script, path, folder=tmp_path, RANK="0", **launcher) as leader,
+        begun(script, path, folder=path, RANK="1", **launcher) as other,
     ):
         said, _ = leader.communicate(timeout=120)
         assert (other.wait(SECONDS), leader.returncode) == (0, 0)

@@ -33,7 +33,7 @@ from paceline.errors import ParameterError, RankError
 from paceline.kernels.native import kernel_threads
 from paceline.models.description.shards import ModelShard
 from paceline.models.description.spec import DecoderSpec
-from paceline.models.files.boundary import Source
+from paceline.models.files.boundary import Source, name_of
 from paceline.models.load.loading import check_shardable, description_of, load_shard, open_checkpoint
 from paceline.models.load.prepare import ModelOptions, why_not_on_kernels
 from paceline.models.parallel.follower import Follower, NativeFollower, TorchFollower
@@ -54,11 +54,12 @@ Native = TypeVar("Native", bound=NativePart)
 class Settings:
     """Settings of every rank. device: rank 0's, from which the others' follow. threads: per rank.
 
+    source: the model's absolute path; of a model that was named, the name, which each machine finds in its own cache.
     quantization: of the CPU kernels. nodes: the NUMA nodes of each rank on them; empty: the system places it.
     exchange: the name of the memory in which parts on the CPU kernels exchange activations; None: torch runs the parts.
     """
 
-    path: str
+    source: str
     dtype: str
     device: str
     threads: int
@@ -80,7 +81,7 @@ class Settings:
     def native_part(self, kind: type[Native], share: ModelShard) -> Native:
         """Pack a rank's part of the model on the CPU kernels."""
         assert self.exchange is not None
-        whole = open_checkpoint(Path(self.path))
+        whole = open_checkpoint(self.source)
         assert whole is not None, "check_shardable refuses other families"
         assert self.quantization != "fp8", "_runs_on_kernels refuses it"
         memory = open_exchange(self.exchange, exchange_bytes(whole.spec, share.ranks))
@@ -235,7 +236,7 @@ def lead(
     assert spec is not None, "check_shardable refuses other families"
     on_kernels = _runs_on_kernels(spec, str(path), options, share.ranks)
     settings = Settings(
-        str(path.absolute()),
+        _for_every_rank(source),
         str(options.dtype).removeprefix("torch."),
         str(options.device),
         threads,
@@ -250,6 +251,12 @@ def lead(
         except BaseException:
             processes.end(None, orderly=False)
             raise
+
+
+def _for_every_rank(source: Source) -> str:
+    """The source by which ranks find the model whatever their working directories."""
+    path = Path(name_of(source)).expanduser()
+    return str(path.absolute()) if path.exists() else name_of(source)
 
 
 def ranks_here(ranks: int) -> int:
@@ -282,10 +289,10 @@ def _lead(
         _wait_for(store, processes, share)
         model.follow(Ranks(store, share, device, interface), processes)
     else:
-        config, weights = load_shard(settings.path, share, dtype=settings.torch_dtype, device=device)
+        config, weights = load_shard(settings.source, share, dtype=settings.torch_dtype, device=device)
         _wait_for(store, processes, share)
         ranks = Ranks(store, share, device, interface)
-        model = LeadingPart(config, weights, settings.path, ranks, processes)
+        model = LeadingPart(config, weights, settings.source, ranks, processes)
     weakref.finalize(model, processes.end, model.ranks, orderly=True)  # also when this process ends
     processes.watch(partial(_on_rank_ended, weakref.ref(model), model.ranks))
     return model
@@ -337,8 +344,8 @@ def _follower_of(settings: Settings, share: ModelShard, device: torch.device) ->
     """Load a rank's part -> what makes it follow."""
     if settings.exchange is not None:
         return partial(NativeFollower, settings.native_part(NativePart, share))
-    config, weights = load_shard(settings.path, share, dtype=settings.torch_dtype, device=device)
-    return lambda ranks: TorchFollower(PartOfModel(config, weights, settings.path, ranks))
+    config, weights = load_shard(settings.source, share, dtype=settings.torch_dtype, device=device)
+    return lambda ranks: TorchFollower(PartOfModel(config, weights, settings.source, ranks))
 
 
 def serve_if_launched(ranks: int) -> None:
