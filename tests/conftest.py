@@ -53,8 +53,10 @@ def _hasten_tritons_interpreter() -> None:
     """Patch Triton's language once a process for each function, keep numpy's types by Triton's, compute sums once.
 
     By itself the interpreter patches the language at every call of a function from a kernel, a third of its time. In
-    another third it computes sums and products again in 64 bits, for assertions that are off without ``debug``.
+    another third it computes sums and products again in 64 bits, for assertions that are off without ``debug``. A fifth
+    of the rest is for shapes of blocks, which it makes anew for every value.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch, numpy_type = cache(interpreter._patch_lang), cache(interpreter._get_np_dtype)
@@ -66,6 +68,24 @@ def _hasten_tritons_interpreter() -> None:
     def numpy_type_of(triton_type: Any) -> np.dtype[Any]:
         return np.dtype(np.uint64) if triton_type.scalar.is_ptr() else numpy_type(triton_type.scalar)
 
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[object, dict[str, Any]] = {}  # attributes of types by element and shape
+    shapes: dict[str, dict[str, Any]] = {}  # attributes of tensors by name of the type
+
+    def new_block(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def new_tensor(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in shapes:
+            make_tensor(self, handle, kind)
+            shapes[kind.name] = vars(self)
+        self.__dict__ = shapes[kind.name] | {"handle": handle}
+
+    core.block_type.__init__, core.tensor.__init__ = new_block, new_tensor
     interpreter._patch_lang, interpreter._get_np_dtype = patched, numpy_type_of
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 

@@ -137,9 +137,9 @@ BESIDE = {  # the same, with MLPs beside attention, or experts
 }
 MODELS |= BESIDE
 OTHER_STATES: dict[str, Callable[[], Model]] = {  # kinds of states that run in torch only
-    "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid())),
+    "mamba2": functools.cache(lambda: in_torch(tiny_granite_hybrid(kinds="mf"))),
     "mamba2 beside attention": functools.cache(lambda: in_torch(tiny_falcon_h1())),
-    "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"]))),
+    "delta nets in torch": functools.cache(lambda: in_torch(tiny_qwen3_5(**SIZES["ungrouped"] | {"kinds": "fd"}))),
 }
 MODELS |= OTHER_STATES
 DRAFTS["native"] = lambda: tiny_native(1, 1)
@@ -287,11 +287,12 @@ PROCESSED = [  # rows whose tokens are restricted, and one that is free
         )
     )
 ]
-# Answers that need a second page, and a few that end early.
-LONG = [
+ALL_LONG = [
     replace(params, max_tokens=60, ignore_eos=row > 1 and params.structured_outputs is None)
     for row, params in enumerate(MIXED)
 ]
+# Answers of three prompts need a second page.
+LONG = [each if row in (1, 3, 6) else replace(each, max_tokens=8) for row, each in enumerate(ALL_LONG)]
 PARAMS = {**FAMILIES, "long": LONG, "everything": EVERYTHING, "siblings": SIBLINGS, "processed": PROCESSED}
 
 
@@ -305,20 +306,29 @@ needs_kernels = pytest.mark.skipif(not native.available(), reason=f"needs rounds
 
 @functools.cache
 def plain(model: str, family: str) -> list[list[list[int]]]:
-    """Answers of plain decoding, which one process of a run computes for all."""
-    shared: list[list[list[int]]] = once(f"plain, {model}, {family}", lambda: alone_in_host_rounds(model, family))
+    """Answers of plain decoding, all prompts in one batch, which one process of a run computes for all.
+
+    ``test_plain_decoding_in_a_batch_equals_each_prompt_alone`` compares them with those of one prompt per batch.
+    """
+    shared: list[list[list[int]]] = once(f"plain, {model}, {family}", lambda: in_host_rounds(model, family))
     return shared
 
 
-def alone_in_host_rounds(model: str, family: str) -> list[list[list[int]]]:
-    """Answers of plain decoding, one prompt per batch."""
-    alone = []
-    for prompt, params in zip(PROMPTS, PARAMS[family], strict=True):
-        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
-        engine.rounds.choice.kernels = None
-        alone += answers(run(engine, [prompt], [unranked(params)]))
-    assert any(answer[-1] in EOS for each in alone for answer in each), "the tests need answers that end early"
-    return alone
+def in_host_rounds(model: str, family: str, rows: int = 2 * len(PROMPTS)) -> list[list[list[int]]]:
+    """Answers of plain decoding. rows: of a batch."""
+    found = decoded(model, PROMPTS, PARAMS[family], max_batch_size=rows)
+    assert any(answer[-1] in EOS for each in found for answer in each), "the tests need answers that end early"
+    return found
+
+
+def decoded(
+    model: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any
+) -> list[list[list[int]]]:
+    """Answers of plain decoding, none of which goes on from another's prefix."""
+    options |= {"prefix_cache": False, "kv_cache_dtype": KV_DTYPES.get(model, "auto")}
+    engine = make_engine(MODELS[model](), eos=EOS, **options)
+    engine.rounds.choice.kernels = None
+    return answers(run(engine, prompts, [unranked(each) for each in params]))
 
 
 def cheap_budget() -> AutoLength:
@@ -401,6 +411,13 @@ def test_plain_decoding_equals_a_model_without_a_cache_and_a_sampler_in_plain_py
 
 
 @pytest.mark.parametrize(
+    ("model", "family"), dict.fromkeys([*in_turn(MODELS, PARAMS), *itertools.product(["toy", "native"], PARAMS)])
+)
+def test_plain_decoding_in_a_batch_equals_each_prompt_alone(model: str, family: str) -> None:
+    assert plain(model, family) == in_host_rounds(model, family, rows=1)
+
+
+@pytest.mark.parametrize(
     ("drafter", "model", "kernels"),
     pairwise({"drafter": ["model", "sometimes", "ragged"], "model": ["toy", "flat"], "kernels": ["auto", "off"]}),
 )
@@ -470,6 +487,11 @@ def test_texts_that_go_on_from_kept_prefixes_equal_plain_decoding(memory: int | 
     assert engine.slots.free.counts.reused > 0 or memory is not None
 
 
+@functools.cache
+def plain_and_long(model: str) -> list[list[list[int]]]:
+    return decoded(model, PROMPTS, ALL_LONG, max_batch_size=2 * len(PROMPTS))
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("model", "drafter", "memory"),
@@ -494,10 +516,10 @@ def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
     engine.slots.room = replace(engine.room, limit=bytes_for(engine.max_model_len) + 2 * bytes_for(60))
     engine.slots.forget()  # it sets the slots' sizes
     assert engine.slots.room.is_short
-    outputs = run(engine, PROMPTS, LONG)
-    assert answers(outputs) == plain(model, "long")
+    outputs = run(engine, PROMPTS, ALL_LONG)
+    assert answers(outputs) == plain_and_long(model)
     alone = make_engine(MODELS[model](), eos=EOS, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
-    scored = run(alone, PROMPTS[1:2], LONG[1:2])[0]
+    scored = run(alone, PROMPTS[1:2], ALL_LONG[1:2])[0]
     assert [each.logprobs for each in outputs[1].outputs] == [each.logprobs for each in scored.outputs]
     costs = [answer.metrics for output in outputs for answer in output.candidates]
     assert engine.scheduler.preemptions == sum(cost.preempted for cost in costs) > 1
@@ -818,13 +840,7 @@ def turns(model: str, family: str) -> tuple[list[list[int]], list[list[list[int]
     texts, document = zip(PROMPTS, plain(model, family), strict=True), PROMPTS[6]
     said = [[*prompt, *each[0], 3, 1 + i] for i, (prompt, each) in enumerate(texts)]
     prompts = [(said[i], [*document[: 20 + i], 5 + i, 2], [*document, 5 + i, 2])[i % 3] for i in range(len(PROMPTS))]
-    alone = []
-    for prompt, params in zip(prompts, PARAMS[family], strict=True):
-        options = {"prefix_cache": False, "kv_cache_dtype": KV_DTYPES.get(model, "auto")}
-        engine = make_engine(MODELS[model](), eos=EOS, max_batch_size=1, **options)
-        engine.rounds.choice.kernels = None
-        alone += answers(run(engine, [prompt], [unranked(params)]))
-    return prompts, alone
+    return prompts, decoded(model, prompts, PARAMS[family], max_batch_size=2 * len(prompts))
 
 
 REUSING = [("model", 3), ("hybrid", 6)]  # drafters and rows
@@ -1408,6 +1424,7 @@ def small_engine(drafter: str, rule: str, k: int, rows: int = 50) -> Engine:
         num_speculative_tokens=k,
         max_batch_size=rows,
         max_model_len=16,
+        prefix_cache=False,  # a search in fifty free slots for every sample
     )
     if drafter == "independent draft":
         engine.parts.drafter = IndependentDrafter()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import in_turn
 from model_support import NATIVE, packed, tiny
 from models.test_families import _written as written
 from models.test_latent_gguf import write as written_latent
@@ -78,13 +79,22 @@ def checkpoint(saved: Callable[[str], Path]) -> Path:
     return saved("dense")
 
 
+@functools.cache
 def loaded(checkpoint: Path, kind: str) -> tuple[AnyModel, HeadModel]:
     """The target and its head: in torch ("float32"), or on the CPU kernels."""
-    target: AnyModel = load_model(checkpoint, dtype=torch.float32)
-    if kind != "float32":
-        quantization: dict[str, Quantization | None] = {"bf16": None, "int8": "int8", "int4": "int4"}
+    quantization: dict[str, Quantization | None] = {"bf16": None, "int8": "int8", "int4": "int4"}
+    target: AnyModel
+    if kind == "float32":
+        target = load_model(checkpoint, dtype=torch.float32)
+    else:
         target = packed(checkpoint, quantization[kind], threads=1)
     return target, load_own_head(target, checkpoint)
+
+
+@functools.cache
+def plain_answers(checkpoint: Path, kind: str) -> list[list[list[int]]]:
+    """Answers of plain decoding, one prompt at a time."""
+    return answers(run(make_engine(loaded(checkpoint, kind)[0], max_batch_size=1), PROMPTS, PARAMS))
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -161,17 +171,26 @@ def test_answers_equal_plain_decoding(checkpoint: Path, kind: str, drafter: str,
     check_answers(checkpoint, kind, drafter, options)
 
 
+OF_EXPERTS = [maker for maker in MAKERS if maker != "dense"]
+
+
 @pytest.mark.parametrize(
-    ("kind", "drafter", "options"),
+    ("maker", "kind", "drafter", "options"),
     [
-        ("float32", "mtp", {}),
-        ("bf16", "mtp", {"num_speculative_tokens": 1}),
-        ("int8", "mtp", {}),
-        ("int8", "hybrid", {"speculation_width": 2}),
-        ("int4", "hybrid", {"num_speculative_tokens": "auto"}),
+        *((maker, kind, "mtp", {}) for maker in OF_EXPERTS for kind in ("float32", "int8")),
+        *(
+            (maker, *way)
+            for maker, way in in_turn(
+                OF_EXPERTS,
+                [
+                    ("bf16", "mtp", {"num_speculative_tokens": 1}),
+                    ("int8", "hybrid", {"speculation_width": 2}),
+                    ("int4", "hybrid", {"num_speculative_tokens": "auto"}),
+                ],
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "dense"])
 def test_answers_with_a_head_of_experts_equal_plain_decoding(
     maker: str, kind: str, drafter: str, options: dict[str, Any], saved: Callable[[str], Path]
 ) -> None:
@@ -180,12 +199,11 @@ def test_answers_with_a_head_of_experts_equal_plain_decoding(
 
 def check_answers(checkpoint: Path, kind: str, drafter: str, options: dict[str, Any]) -> None:
     target, head = loaded(checkpoint, kind)
-    plain = answers(run(make_engine(target, max_batch_size=1), PROMPTS, PARAMS))
     engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **options)
     if not options:
         engine.use_policy(RandomCaps())
     outputs = run(engine, PROMPTS, PARAMS)
-    assert answers(outputs) == plain
+    assert answers(outputs) == plain_answers(checkpoint, kind)
     drafted = sum(one.metrics.drafted for each in outputs for one in each.outputs)
     assert drafted > 20 or options.get("num_speculative_tokens") == "auto"  # which finds that nothing pays here
 

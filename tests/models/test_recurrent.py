@@ -22,8 +22,10 @@ from paceline.core.nodes import Nodes
 from paceline.core.recurrent_state import WINDOW, RecurrentStates, StatefulCache, StateShape
 from paceline.core.row_tables import GROWS
 from paceline.kernels import native
+from paceline.kernels.spec import NativeSpec
 from paceline.models.base import AnyModel, FlatModel, cache_of
 from paceline.models.load.loading import open_checkpoint
+from paceline.models.native import matrices as module
 from paceline.models.native.model import NativeModel, Quantization
 from paceline.models.native.spec import spec_of
 from quantised_support import CONVERTERS, convert_files
@@ -64,6 +66,7 @@ MODELS: dict[str, Callable[[], AnyModel]] = {
     "falcon bf16": lambda: on_kernels(tiny_falcon_h1(), None),
     "falcon int4": lambda: on_kernels(tiny_falcon_h1(), "int4"),
 }
+MODELS = {kind: functools.cache(make) for kind, make in MODELS.items()}
 THEIRS: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: functools.partial(tiny_qwen3_5, **sizes) for name, sizes in SIZES.items()},
     **{f"lfm2 {name}": functools.partial(tiny_lfm2, **sizes) for name, sizes in LFM2_SIZES.items()},
@@ -114,8 +117,9 @@ def test_greedy_answers_equal_those_of_transformers(sizes: str, rows: int) -> No
     ("stored", "quantization"), [("plain", None), ("plain", "int4"), ("float8 in small blocks", "int8")]
 )
 def test_a_checkpoint_read_while_it_is_packed_gives_the_weights_of_one_read_at_once(
-    stored: str, quantization: Quantization | None, tmp_path: Path
+    stored: str, quantization: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "FEW_NUMBERS", 0)  # parts are read by threads
     for number, theirs in enumerate(THEIRS.values()):
         tmp_path = tmp_path / str(number)
         theirs().save_pretrained(tmp_path)
@@ -228,14 +232,19 @@ def test_accepted_paths_are_moved_in_rows_that_ran_and_in_no_idle_one() -> None:
     assert states.inputs[0, :, :3, 0].tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 6]]
 
 
+@functools.cache
+def unpacked(name: str) -> NativeSpec:
+    """What the kernels compute, with a model's weights in float32."""
+    checkpoint = open_checkpoint(THEIRS[name]())
+    assert checkpoint is not None
+    return spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+
+
 @in_pairs(kernels=[*native.available(), *native.emulated()], quantization=[None, "int8", "int4"], name=THEIRS)
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     name: str, quantization: Quantization | None, kernels: native.Kernels
 ) -> None:
-    checkpoint = open_checkpoint(THEIRS[name]())
-    assert checkpoint is not None
-    spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
-    tokens = [5 * place % VOCAB for place in range(100)]
+    spec, tokens = unpacked(name), [5 * place % VOCAB for place in range(100)]
     fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
     slow = ReferenceModel(spec, "tiny", quantization=quantization)
     found = in_pieces(fast, tokens, [100])

@@ -53,7 +53,6 @@ needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native k
 ROWS, TOKENS = 8, 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
-WAYS: tuple[tuple[str | None, int], ...] = ((None, 1), ("ngram", ROWS), ("model", ROWS))  # drafter, rows
 LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 PUBLISHED_MINICPM3 = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": False}
 HEADS = {"head_dim": 16, "tie_word_embeddings": False}  # the kernels' narrowest heads
@@ -181,12 +180,18 @@ def draft_model(vocab_size: int) -> PreTrainedModel:
     return tiny(kind, fields | {"head_dim": 16, "vocab_size": vocab_size}, seed=5)
 
 
-def draft_of(theirs: PreTrainedModel, drafter: str | None) -> dict[str, Any]:
-    """Options of a drafter; the draft model is another random model of the same vocabulary."""
-    if drafter is None:
-        return {}
-    draft = {"draft_model": draft_model(theirs.config.vocab_size)} if drafter == "model" else {}
-    return {"num_speculative_tokens": 2, **draft}
+def ways(theirs: PreTrainedModel, **options: Any) -> dict[str, LLM]:
+    """Plain decoding of one row, and speculation in eight, on the same weights.
+
+    The draft model is another random model of the same vocabulary.
+    """
+    draft = draft_model(theirs.config.vocab_size)
+    llm = LLM(theirs, draft, drafter="model", num_speculative_tokens=2, max_batch_size=ROWS, **OPTIONS, **options)
+    return {
+        "plain": llm.plain().with_options(max_batch_size=1),
+        "ngram": llm.with_options(drafter="ngram"),
+        "model": llm,
+    }
 
 
 def run(llm: LLM, prompts: Sequence[list[int]]) -> list[tuple[list[int], Any]]:
@@ -203,11 +208,11 @@ def test_every_family_has_a_row() -> None:
 def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
     """In float32: plain decoding of one row, and speculation in eight."""
     theirs = subject(name)
-    for drafter, rows in WAYS:
-        options = {"dtype": "float32", "max_batch_size": rows, **draft_of(theirs, drafter)}
-        found = run(LLM(theirs, drafter=drafter, **OPTIONS, **options), prompts_of(theirs)[:rows])
-        assert len(found) == rows
-        check_greedy(name, [tokens for tokens, _ in found], drafter)
+    for way, llm in ways(theirs, dtype="float32").items():
+        prompts = prompts_of(theirs)[: llm.config.max_batch_size]
+        found = run(llm, prompts)
+        assert len(found) == len(prompts)
+        check_greedy(name, [tokens for tokens, _ in found], way)
 
 
 @needs_kernels
@@ -215,13 +220,11 @@ def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> No
 def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str) -> None:
     """Tokens and log-probabilities of eight rows are those of plain decoding, one by one."""
     theirs = subject(name)
-    options = {**OPTIONS, "quantization": "int8"}
-    alone = LLM(theirs, drafter=None, max_batch_size=1, **options)
-    assert alone.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
-    wanted = run(alone, prompts_of(theirs))
-    for drafter, rows in WAYS[1:]:
-        llm = LLM(theirs, drafter=drafter, max_batch_size=rows, **options, **draft_of(theirs, drafter))
-        assert run(llm, prompts_of(theirs)) == wanted, (drafter, rows)
+    plain, *others = ways(theirs, quantization="int8").values()
+    assert plain.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
+    wanted = run(plain, prompts_of(theirs))
+    for llm in others:
+        assert run(llm, prompts_of(theirs)) == wanted, llm.config.drafter
 
 
 @with_each_model

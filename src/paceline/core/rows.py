@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.config import MAX_LOGPROBS, SamplingParams
 from paceline.core.draft import Undrawn
 from paceline.core.slots import Slots
+from paceline.core.uploads import store
 from paceline.core.values import Cuts, DrawRows, Entries, Minimum, Penalties, Truncation
 
 _SCALARS: dict[str, torch.dtype] = {
@@ -274,9 +275,9 @@ class SamplingRows:
         self.min_length[slot].fill_(prompt_length + params.min_tokens)
 
     def _set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
-        filled = [*bias.items(), *[(0, 0.0)] * (DEVICE_BIASES - len(bias))]
-        tokens, values = zip(*filled, strict=True)
-        self._bias_tokens[slot], self._bias_values[slot] = torch.tensor(tokens), torch.tensor(values)
+        for table, entries in ((self._bias_tokens, bias.keys()), (self._bias_values, bias.values())):
+            table[slot].zero_()
+            store(table[slot, : len(bias)], [*entries])
 
     def biased(self, logits: Tensor, slots: Slots) -> Tensor:
         """Add the biases of the rows in ``slots`` to logits [B, L, V], in a copy, without reading the device."""

@@ -17,6 +17,6 @@ def uploaded(numbers: Sequence[float], device: torch.device, dtype: torch.dtype 
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def store(table: Tensor, numbers: Sequence[int]) -> None:
+def store(table: Tensor, numbers: Sequence[float]) -> None:
     """Write the numbers to a tensor [N] of the same length, which may be a part of a larger one."""
     table.copy_(torch.tensor(numbers, dtype=table.dtype), non_blocking=True)

@@ -141,7 +141,8 @@ def quantise(weight: Tensor, to: Format, device: torch.device | None = None) -> 
         return Bf16Weight(weight.to(device, torch.bfloat16))
     by: dict[Format, Callable[[Tensor], Weight]] = {"int8": _int8, "int4": _int4, "fp8": _float8}
     at_once = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPUS
-    parts = torch.split(weight, _rows_at_once(weight.shape[1], at_once))
+    rows = len(weight) if device.type == "meta" else _rows_at_once(weight.shape[1], at_once)  # meta takes no memory
+    parts = torch.split(weight, rows)
     return stack([by[to](part.to(device).float()) for part in parts])
 
 

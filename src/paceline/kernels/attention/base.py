@@ -7,8 +7,8 @@ and key, V width of a value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol, runtime_checkable
+from functools import cache, cached_property
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -188,3 +188,13 @@ class AttendPacked(Protocol):
     def packed(self, layer: int, heads: PackedHeads, terms: AttentionTerms = PLAIN) -> Tensor:
         """Attention of the packed heads -> [B, H, L, D]."""
         ...
+
+
+def takes_packed(attend: Attend) -> TypeGuard[AttendPacked]:
+    """Whether an ``Attend`` is an ``AttendPacked``."""
+    return _takes_packed(type(attend))
+
+
+@cache
+def _takes_packed(kind: type[Attend]) -> bool:  # kept, because the check of a protocol takes 20 us
+    return issubclass(kind, AttendPacked)

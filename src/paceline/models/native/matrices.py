@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ _LINEAR = frozenset(
         *_INPUTS,
     }
 )
+
+FEW_NUMBERS = 1 << 16  # of a matrix: rounding them takes less than starting threads, 0.1 ms each
 
 
 @runtime_checkable
@@ -107,13 +109,21 @@ class StoredMatrix:
 
     def __call__(self, to: Format) -> Weight:
         """Read the matrix in a format. Raises ModelFormatError for numbers that are not finite."""
-        with ThreadPoolExecutor(len(self.parts)) as pool:
-            codes = list(pool.map(lambda part: self._codes(part, to), self.parts))
-            if not all(_stack(codes[0], other) for other in codes[1:]):
-                codes = [None if one is None or _stands_alone(one) else one for one in codes]
-            weights = list(pool.map(lambda part, own: self._kept(part, own, to), self.parts, codes))
-        self.outcome.add(numbers_in(self.parts))
+        numbers = numbers_in(self.parts)
+        if len(self.parts) == 1 or numbers < FEW_NUMBERS:
+            weights = self._read(to, map)
+        else:
+            with ThreadPoolExecutor(len(self.parts)) as pool:
+                weights = self._read(to, pool.map)
+        self.outcome.add(numbers)
         return pack.stack(weights)
+
+    def _read(self, to: Format, each: Callable[..., Iterable[Any]]) -> list[Weight]:
+        """Read all parts. each: ``map``, or that of a thread pool."""
+        codes = list(each(lambda part: self._codes(part, to), self.parts))
+        if not all(_stack(codes[0], other) for other in codes[1:]):
+            codes = [None if one is None or _stands_alone(one) else one for one in codes]
+        return list(each(lambda part, own: self._kept(part, own, to), self.parts, codes))
 
     def _codes(self, part: Placement, to: Format) -> Weight | None:
         """Return the stored codes of a part that are kept; None if it has none."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.core.eight_bits import key_balance
-from paceline.kernels.attention.base import Attend, AttendAgain, AttendPacked, AttentionTerms, HasStates
+from paceline.kernels.attention.base import Attend, AttendAgain, AttentionTerms, HasStates, takes_packed
 from paceline.kernels.experts import ExpertMatrices, Mixture
 from paceline.kernels.gpu.state import Norm, PackedHeads
 from paceline.kernels.gpu.steps import ACTIVATIONS, LayerSteps, xielu
@@ -190,7 +190,7 @@ class _Attention:
         projected = self.qkv(x)
         qkv, gate = projected.view(forward.rows, -1, projected.shape[-1]).tensor_split([sum(self.widths)], dim=2)
         rotation = None if self.rotary is None else forward.rotations[self.rotary]
-        if isinstance(attend, AttendPacked) and self.packs:
+        if self.packs and takes_packed(attend):
             heads = qkv.view(*qkv.shape[:2], -1, spec.head_dim)
             packed = PackedHeads(heads, spec.heads, spec.kv_heads, rotation, self.qk_norm, spec.qk_norm_eps)
             out = attend.packed(self.place, packed, self.terms)
