@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import struct
@@ -15,11 +16,13 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import real_models
 from kernels.test_sets import check, compiled, results
 from paceline.kernels import build
 from paceline.kernels.abi import SIGNATURES
@@ -268,8 +271,13 @@ def windows_python(tmp_path_factory: pytest.TempPathFactory, wine: str) -> list[
     exports = "".join(f"{name}=python3{minor}.{name}\n" for name in sorted(map(bytes.decode, names)))
     (folder / "python3.def").write_text(f"LIBRARY python3.dll\nEXPORTS\n{exports}")
     (folder / "python3.c").touch()
+    (folder / "random.c").write_text(RANDOM)
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
-    for command in ("-municode launcher.c -o python.exe", "-shared python3.c python3.def -o python3.dll"):
+    for command in (
+        "-municode launcher.c -o python.exe",
+        "-shared python3.c python3.def -o python3.dll",
+        "-shared random.c -ladvapi32 -o bcryptprimitives.dll",
+    ):
         subprocess.run([*compiler, *command.split()], cwd=folder, check=True)
     return [wine, str(folder / "python.exe")]
 
@@ -286,6 +294,14 @@ def pip(minor: int, command: str, *arguments: str) -> None:
     """Run a command of pip for Windows' Python, without dependencies."""
     flags = ["--quiet", "--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "--python-version", f"3.{minor}"]
     subprocess.run([sys.executable, "-m", "pip", command, *flags, *arguments], check=True)
+
+
+# Rust's libraries draw from it, and wine 8 does not have it.
+RANDOM = """
+#include <windows.h>
+BOOLEAN NTAPI SystemFunction036(void *, ULONG);
+__declspec(dllexport) BOOL ProcessPrng(void *bytes, size_t count) { return SystemFunction036(bytes, (ULONG)count); }
+"""
 
 
 # Run by Windows' Python without torch, so modules are loaded by their files.
@@ -404,28 +420,64 @@ def requirements_of_windows() -> list[str]:
     return list(found.values())
 
 
+@pytest.fixture(scope="module")
+def windows_paceline(tmp_path_factory: pytest.TempPathFactory, windows_python: list[str]) -> list[str]:
+    """The command of Windows' Python with the kernels and the packages that paceline needs."""
+    folder, built = Path(windows_python[1]).parent, tmp_path_factory.mktemp("built")
+    pip(sys.version_info.minor, "install", "--no-compile", "--target", str(folder / "site"), *requirements_of_windows())
+    for library in (folder / "site").glob("*.dll"):  # Windows looks for them beside the program
+        library.rename(folder / library.name)
+    build._build(cross_compiler(built, "x86_64-windows-gnu"), built, build.SOURCES, ())
+    environment = {
+        "PACELINE_BUILD_DIR": f"Z:{built}",
+        "PACELINE_CACHE": f"Z:{built / 'cache'}",
+        "KMP_TOPOLOGY_METHOD": "flat",  # of torch's OpenMP: wine does not describe the processor's parts
+    }
+    return ["env", *(f"{name}={value}" for name, value in environment.items()), *windows_python]
+
+
+def lines_of(process: subprocess.Popen[str], *beginnings: str) -> list[str]:
+    """What a program says, in the lines that begin so. Fails with all of it if there are none."""
+    with process:
+        said = process.communicate()[0]
+    lines = [line.strip() for line in said.splitlines() if line.startswith(beginnings)]
+    assert lines, said
+    return lines
+
+
+def said_here(program: str, *arguments: str) -> list[str]:
+    """The lines that a program prints in this Python."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # it downloads torch for Windows, which wine loads in a minute or more
 @needs_zig
 @needs_wine
-def test_an_engine_on_windows_gives_the_tokens_of_linux(
-    tmp_path: Path, windows_python: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_windows_gives_the_tokens_of_linux(windows_paceline: list[str]) -> None:
     """With torch for Windows and the kernels: greedy and drawn tokens, without and with a draft model."""
-    folder = Path(windows_python[1]).parent
-    pip(sys.version_info.minor, "install", "--no-compile", "--target", str(folder / "site"), *requirements_of_windows())
-    for library in (folder / "site").glob("*.dll"):  # Windows looks for them beside the program
-        library.rename(folder / library.name)
-    here = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{ENGINE}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    build._build(cross_compiler(tmp_path, "x86_64-windows-gnu"), tmp_path, build.SOURCES, ())
-    monkeypatch.setenv("PACELINE_BUILD_DIR", f"Z:{tmp_path}")
-    monkeypatch.setenv("KMP_TOPOLOGY_METHOD", "flat")  # of torch's OpenMP: wine does not describe the processor's parts
-    with begin(windows_python, ENGINE) as engine:
-        lines = [line.strip() for line in engine.communicate()[0].splitlines()]
-    assert [line for line in lines if line.startswith(("kernels", "tokens"))] == here, lines[-20:]
+    here = said_here(ENGINE)
     assert here[0] == here[3] == "kernels True"
+    assert lines_of(begin(windows_paceline, ENGINE), "kernels", "tokens") == here
+
+
+COMMAND = "generate --chat --json --quiet --temperature 0 --max-tokens 64 --quantization int8 --threads 2"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_zig
+@needs_wine
+def test_the_command_line_on_windows_answers_like_linux(windows_paceline: list[str]) -> None:
+    """A GGUF file, which is packed; its tokenizer; its chat template, in a job object; n-gram lookup."""
+    path = real_models.find("smollm2-135m")
+    arguments = [*COMMAND.split(), "--prompt=Write a fable twice.", "--prompt=Why is the sky blue?"]
+    program = "import sys; from paceline.cli.main import app; app(sys.argv[1:])"
+
+    def answers(lines: list[str]) -> list[Any]:
+        return [[answer["token_ids"] for answer in json.loads(line)["outputs"]] for line in lines]
+
+    here = answers(said_here(program, *arguments, str(path)))
+    assert [len(tokens) for [tokens] in here] == [64, 64]
+    assert answers(lines_of(begin(windows_paceline, program, *arguments, f"Z:{path}"), "{")) == here
