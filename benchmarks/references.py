@@ -13,7 +13,8 @@ separate: n samples of one prompt, all equally long: as one request, as n reques
     and without prefix reuse between requests. Each side starts with an empty cache.
 answers: requests whose drafts are copied from their own text only (prompt lookup), from the answers of their own
     request, or of all requests so far. Prompts are those of ``--set``; changes are twenty changes to one program, turns
-    the same as the turns of one conversation. Each side starts with a new engine.
+    the same as the turns of one conversation, questions two hundred of one document (eight about each of 25 things in
+    it), humaneval the 164 problems of HumanEval. Each side starts with a new engine.
 
 --counts: acceptance counts instead of times; with a number for -k they do not depend on timing. Sides take turns, the
 median of the repeats counts. Prompts are computed once per sample or request, as in the engine. The last line of stdout
@@ -39,6 +40,7 @@ from paceline.core.outputs import RequestOutput
 from paceline.tools.bench.measure import BatchRun, turns
 from paceline.tools.bench.offline import machine, versions
 from paceline.tools.bench.sets import EDITS, SETS, BenchPrompt
+from paceline.tools.evaluation.problems import human_eval
 
 Side = tuple[str, Callable[[], BatchRun]]
 
@@ -50,6 +52,17 @@ CHANGES = (
     *("Write all constants at the top.", "Add a type alias.", "Rename the last function.", "Add one more check."),
     *("Add a doctest to the first function.", "Wrap lines at 79 characters."),
 )  # fmt: skip
+THINGS = (
+    *("young plants", "tomatoes", "the tank", "the tap", "rain", "noon", "June", "leaves", "the heap", "meat"),
+    *("diseased plants", "April", "September", "the cover", "the shed", "blades", "broken tools", "the red box"),
+    *("Marta", "the first Saturday", "keys", "the gate", "the book", "the board", "twenty euros"),
+)  # fmt: skip
+QUESTIONS = (
+    *("What does the handbook say about {}?", "Quote every sentence that mentions {}.", "Which section has {} in it?"),
+    *("Copy the section that mentions {}.", "Why does the handbook mention {}?", "Write a notice about {}."),
+    *("What must a new member know about {}?", "List all rules about {}, one a line."),
+)  # fmt: skip
+MADE = ("changes", "turns", "questions", "humaneval")  # sets that are made here
 TIMES = {"seconds", "seconds_of_all", "ms_per_token", "speed_up", "speed_up_decoding"}
 
 
@@ -58,7 +71,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("edits", "siblings", "separate", "answers"))
     parser.add_argument("model")
-    parser.add_argument("--set", choices=(*SETS, "changes", "turns"), default="changes", help="prompts of answers")
+    parser.add_argument("--set", choices=(*SETS, *MADE), default="changes", help="prompts of answers")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="of the set: the first of the prompts")
@@ -177,6 +190,12 @@ def prompts_of(options: argparse.Namespace) -> Sequence[BenchPrompt]:
         return SETS["edits" if options.what == "edits" else "retrieval"]
     if options.set in SETS:
         return SETS[options.set]
+    if options.set == "humaneval":
+        return [BenchPrompt(f"Complete this function.\n\n```python\n{problem.prompt}```") for problem in human_eval()]
+    if options.set == "questions":
+        (handbook,) = SETS["retrieval"][0].references
+        asked = (question.format(thing) for thing in THINGS for question in QUESTIONS)
+        return [BenchPrompt(f"{handbook}\n\n{question}") for question in asked]
     program = max(EDITS, key=lambda edit: len(edit.code))
     asks = (f"{change} Answer with the whole file and nothing else." for change in CHANGES)
     file = f"\n\n```{program.language}\n{program.code}```"

@@ -42,6 +42,7 @@ void ExpertBuffers::grow(const Experts& e, int threads, int tokens, int padded_w
   const int pairs = tokens * e.used;
   const size_t t = static_cast<size_t>(tokens), p = static_cast<size_t>(pairs), width = static_cast<size_t>(padded_width);
   normed.grow(sizeof(float) * t * width);
+  if (e.latent_in.weights) latent.grow(sizeof(float) * t * static_cast<size_t>(e.gate_up->inputs));
   scores.grow(sizeof(float) * t * static_cast<size_t>(padded(e.router.outputs, kRouterPanel)));
   values.grow(sizeof(float) * t * static_cast<size_t>(e.count + e.groups));
   chosen.grow(sizeof(int32_t) * p);
@@ -128,10 +129,10 @@ void ExpertsStep::drop_groups(float* values) const {
 
 void ExpertsStep::multiply(int thread) const {
   const size_t inner = static_cast<size_t>(e_.down->inputs);
-  quantise(b_.normed.as<float>(), stride_, true, e_.gate_up, thread);
+  quantise(has_latent() ? latent(0) : input(0), inner_stride(), true, e_.gate_up, thread);
   product(e_.gate_up, gated_, b_.activated.as<float>(), inner, thread);
   quantise(b_.activated.as<float>(), inner, false, e_.down, thread);
-  product(e_.down, Epilogue::kStore, b_.outputs.as<float>(), stride_, thread);
+  product(e_.down, Epilogue::kStore, b_.outputs.as<float>(), inner_stride(), thread);
 }
 
 // by_token: whether x has a row per token, not per place.
@@ -170,11 +171,12 @@ void ExpertsStep::product(const Linear* experts, Epilogue epilogue, float* out, 
 }
 
 void ExpertsStep::sum(int token, int thread, float* out) const {
-  std::fill(out, out + stride_, 0.0f);
+  const size_t stride = inner_stride();
+  std::fill(out, out + stride, 0.0f);
   for (int rank = 0; rank < e_.used; ++rank) {
     const int pair = token * e_.used + rank;
-    const float* row = b_.outputs.as<float>() + stride_ * static_cast<size_t>(sorted(thread).place(pair));
-    k_.accumulate(row, b_.weights.as<float>()[pair], static_cast<int>(stride_), out);
+    const float* row = b_.outputs.as<float>() + stride * static_cast<size_t>(sorted(thread).place(pair));
+    k_.accumulate(row, b_.weights.as<float>()[pair], static_cast<int>(stride), out);
   }
 }
 

@@ -27,7 +27,7 @@ class PairsByExpert {
 
 // The memory of a mixture, reused from layer to layer.
 struct ExpertBuffers {
-  Buffer normed, scores, values, chosen, weights, activated, outputs;
+  Buffer normed, latent, scores, values, chosen, weights, activated, outputs;
   Quantised rows;                     // of all pairs, sorted by expert
   std::vector<PairsByExpert> sorted;  // one per thread: sorting is cheaper than waiting for another thread
 
@@ -44,15 +44,19 @@ class ExpertsStep {
 
   // The normed input of a token [stride], which the caller fills before all threads meet: of the router, then of the experts.
   float* input(int token) const { return b_.normed.as<float>() + static_cast<size_t>(token) * stride_; }
+  // What the experts read of a token [inner_stride()], where their width is not the model's; then the sum of their outputs.
+  float* latent(int token) const { return b_.latent.as<float>() + static_cast<size_t>(token) * inner_stride(); }
   // Chooses every token's experts and sorts the pairs.
   void route(int thread) const;
   // The products of all pairs.
   void multiply(int thread) const;
-  // The sum of a token's weighted outputs -> out [stride].
+  // The sum of a token's weighted outputs -> out [inner_stride()].
   void sum(int token, int thread, float* out) const;
   // The score of the gate of the shared MLP's output.
   float shared_score(int token) const { return scores(token)[e_.count]; }
   int distinct(int thread) const { return sorted(thread).distinct(); }
+  size_t inner_stride() const { return has_latent() ? static_cast<size_t>(e_.gate_up->inputs) : stride_; }
+  bool has_latent() const { return e_.latent_in.weights; }
 
  private:
   int pairs() const { return tokens_ * e_.used; }

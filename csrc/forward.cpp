@@ -342,6 +342,13 @@ class Pass {
     write_inputs(norms ? norms->router : layer.post_norm);
     step.route(thread);
     if (norms) write_inputs(norms->before);
+    if (step.has_latent()) {
+      const Linear& into = layer.experts->latent_in;
+      const auto input = prepare(step.input(0), m_.padded_width, nullptr, into, thread);
+      watch.lap(kPrepare);
+      multiply(into, input, Epilogue::kStore, step.latent(0), step.inner_stride(), thread);
+      watch.lap(kProducts);
+    }
     if (thread == 0) m_.experts_read_ += step.distinct(thread);
     watch.lap(kPrepare);
   }
@@ -361,9 +368,10 @@ class Pass {
     }
     step.multiply(thread);
     watch.lap(kProducts);
-    float* sum = m_.scratch_[static_cast<size_t>(thread)]->normed.as<float>();
+    if (step.has_latent()) leave_latent(layer.experts->latent_out, step, thread, watch);
     for (int i = share.first; i < share.last; ++i) {
-      step.sum(i, thread, sum);
+      float* sum = step.input(i);
+      if (!step.has_latent()) step.sum(i, thread, sum);
       float* branch = m_.branch_.as<float>() + static_cast<size_t>(i) * stride;
       if (norms) k_.apply_norm(sum, norm(norms->after), m_.padded_width, sum);
       if (shared) {
@@ -376,6 +384,17 @@ class Pass {
     }
     pool_.meet();
     watch.lap(kPrepare);
+  }
+
+  // The sums of the experts' outputs -> `input` of the step, in the model's width.
+  void leave_latent(const Linear& out, const ExpertsStep& step, int thread, Stopwatch& watch) const {
+    const Share share(tokens_.count, thread, pool_.threads());
+    for (int i = share.first; i < share.last; ++i) step.sum(i, thread, step.latent(i));
+    pool_.meet();
+    const auto input = prepare(step.latent(0), out.inputs, nullptr, out, thread);
+    watch.lap(kPrepare);
+    multiply(out, input, Epilogue::kStore, step.input(0), static_cast<size_t>(m_.padded_width), thread);
+    watch.lap(kProducts);
   }
 
   // The weight of the shared MLP's output: a constant, or the sigmoid of its gate's score. It is computed in double, so
@@ -1012,6 +1031,7 @@ void Model::grow(int threads, int tokens) {
   }
   for (const Layer& layer : layers) {
     if (layer.latent) widest = std::max({widest, layer.latent->query_up.inputs, layer.latent->absorb->inputs, layer.latent->expand->inputs});
+    if (layer.experts) widest = std::max(widest, layer.experts->latent_out.inputs);
   }
   shared_.grow(tokens, widest);
   while (static_cast<int>(scratch_.size()) < threads) scratch_.push_back(std::make_unique<Scratch>());
@@ -1019,8 +1039,8 @@ void Model::grow(int threads, int tokens) {
     int narrowest = padded_width;
     for (const Layer& layer : layers) {
       const int others[] = {layer.input ? layer.input->out.inputs : 0, layer.latent ? layer.latent->query_up.inputs : 0,
-                            layer.recurrent ? layer.recurrent->second.inputs : 0};
-      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1], others[2]}) {
+                            layer.recurrent ? layer.recurrent->second.inputs : 0, layer.experts ? layer.experts->latent_out.inputs : 0};
+      for (const int inputs : {layer.attention_out.inputs, layer.down.inputs, others[0], others[1], others[2], others[3]}) {
         if (inputs) narrowest = std::min(narrowest, inputs);  // a mixture may have no MLP of one width
       }
     }

@@ -44,6 +44,7 @@ struct Experts {
   float shared_scale;            // of the output of the layer's MLP
   const float* factors;          // [count] of the experts' outputs, or null
   const ExpertsNorms* norms;     // or null: all parts read the layer's normed hidden states
+  Linear latent_in, latent_out;  // where experts read and write vectors of another width: to it, and of the sum of their outputs back; else without weights
 };
 
 // What a layer adds of its token's vector (TokenInputs): norm(out(activation(gate(x)) * vector)).

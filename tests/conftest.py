@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
+gc.disable()  # until all tests are collected, because none of their objects is garbage
 
 
 def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
@@ -68,6 +71,13 @@ with suppress(ImportError):  # triton is not on every platform
 settings.register_profile("paceline", deadline=None, phases=[phase for phase in Phase if phase is not Phase.shrink])
 settings.register_profile("shrink", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "paceline"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt tests and modules from garbage collection: a full one, as every server's start has, took a second."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # else extension modules report leaks
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,15 @@ import pytest
 import real_models
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# They load a model in this process; the others start `paceline` and are run as a user runs them.
-HERE = {
+QUICK = {
     "first_answer": ["Paris", "tokens in", "rounds"],
     "batch_with_draft_model": ["Why is the sky blue?", "rounds instead of", "mean acceptance length"],
     "ranked_answers": ["1. mean log-probability", "3. mean log-probability"],
     "own_drafter": ["Paris", "draft tokens accepted"],
     "own_length_policy": ["Paris", "accepted of drafted by position"],
+    "server_and_client": ["Paris"],
+    "batch_file": ["q-0", "q-1"],
 }
-ALONE = {"server_and_client": ["Paris"], "batch_file": ["q-0", "q-1"]}
 SLOW = {"train_head": ["Paris", "draft tokens accepted"], "transformers_generate": ["Paris", "blue"]}
 
 
@@ -38,20 +39,17 @@ def model() -> None:
     real_models.find("smollm2-135m")
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert [words for words in HERE[name] if words not in said] == []
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_an_example_that_starts_paceline_runs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", QUICK)
+def test_an_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     if name == "server_and_client":
         pytest.importorskip("openai", reason="the example's client")
-    said = run_alone(name, tmp_path)
-    assert [words for words in ALONE[name] if words not in said] == []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert [words for words in QUICK[name] if words not in said] == []
 
 
 @pytest.mark.slow
@@ -66,7 +64,7 @@ def test_an_example_that_takes_longer_runs(name: str, tmp_path: Path) -> None:
 
 def test_every_example_is_run_and_stands_on_both_pages() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert scripts == {*HERE, *ALONE, *SLOW}
+    assert scripts == {*QUICK, *SLOW}
     listed = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert set(listed) == scripts
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()

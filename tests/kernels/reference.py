@@ -443,6 +443,7 @@ class _ReferenceLayer:
         self._experts = (
             [] if experts is None else [_made(make, *pair) for pair in zip(experts.gate_up, experts.down, strict=True)]
         )
+        self._latent = None if experts is None or experts.latent is None else _made(make, *experts.latent)
         part = weights.input
         self.input_gate = None if part is None else make(part.gate)
         self.input_out = None if part is None else make(part.out)
@@ -465,7 +466,9 @@ class _ReferenceLayer:
             dense = dense * scores[:, -1:].sigmoid()
         dense = dense * experts.shared_scale
         read = normed if norms is None else norm(x, norms.before, epsilon)
+        read = read if self._latent is None else self._latent[0](read)
         mixed = self._mixed(read, scores[:, : len(experts.down)], experts)
+        mixed = mixed if self._latent is None else self._latent[1](mixed)
         if norms is None:
             return dense + mixed
         return norm(dense, norms.shared_after, epsilon) + norm(mixed, norms.after, epsilon)

@@ -124,8 +124,10 @@ def with_experts(
     shared: bool = False,
     sigmoid: bool = False,
     groups: int = 1,
+    latent: int | None = None,
 ) -> NativeSpec:
     """The spec with mixtures of experts in place of its MLPs, or beside them behind a gate if ``shared``."""
+    outer = latent or spec.width
     random = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> Tensor:
@@ -137,11 +139,14 @@ def with_experts(
     def changed(layer: LayerWeights) -> LayerWeights:
         experts = ExpertsWeights(
             router=4.0 * normal(count + shared, spec.width),
-            gate_up=linears(2 * width, spec.width, layer.qkv.bias),
-            down=linears(spec.width, width, layer.qkv.bias),
+            gate_up=linears(2 * width, outer, layer.qkv.bias),
+            down=linears(outer, width, layer.qkv.bias),
             routing=Routing(used, normalised, sigmoid, groups, max(1, groups // 2)),
             correction=None if groups == 1 else 2.0 * torch.randn(count, generator=random),
             router_bias=None if layer.qkv.bias is None else normal(count),
+            latent=None
+            if latent is None
+            else (LinearWeights(normal(latent, spec.width)), LinearWeights(normal(spec.width, latent))),
         )
         return replace(layer, experts=experts) if shared else replace(layer, experts=experts, gate_up=None, down=None)
 

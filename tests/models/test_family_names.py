@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +33,17 @@ def strings_in(node: ast.AST, constants: dict[str, ast.expr]) -> set[str]:
     return found
 
 
-def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def constants_of(path: Path) -> dict[str, ast.expr]:
     """Module-level names of strings, and of tuples, sets and dictionaries with strings."""
     literal = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.IfExp)
     found = {}
-    for node in tree.body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, literal):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {each.id: node.value for each in targets if isinstance(each, ast.Name)}
@@ -45,12 +52,11 @@ def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
 
 def questions(path: Path) -> Iterator[ast.AST]:
     """Comparisons and cases of a module that name a family."""
-    tree = ast.parse(path.read_text())
-    constants = constants_of(tree)
+    tree, constants = parsed(path), dict(constants_of(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("paceline."):
             file = SOURCE.parent / f"{node.module.replace('.', '/')}.py"
-            theirs = constants_of(ast.parse(file.read_text())) if file.is_file() else {}
+            theirs = constants_of(file) if file.is_file() else {}
             constants |= {each.asname or each.name: theirs[each.name] for each in node.names if each.name in theirs}
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.MatchValue) and strings_in(node, constants) & NAMES:

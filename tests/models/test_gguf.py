@@ -1,7 +1,12 @@
-"""GGUF files: every type, split models, codes that int4 holds, and damaged headers."""
+"""GGUF files: every type, split models, codes that int4 holds, and damaged headers.
+
+With the package xllamacpp, ``python -m pytest -m slow tests/models/test_gguf.py`` compares the types with llama.cpp.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import logging
 import shutil
 from pathlib import Path
@@ -13,7 +18,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from gguf_support import copy, encode, random_blocks
+from gguf_support import copy, encode, finish, random_blocks
 from hostile import small_models
 from model_support import packed, packed_at_once
 from paceline.errors import ModelFormatError
@@ -60,6 +65,52 @@ def test_every_type_gives_the_numbers_of_the_gguf_package(kind: GGMLQuantization
     else:
         expected = gguf.dequantize(tensor.rows, kind)
     assert torch.equal(numbers(tensor), torch.from_numpy(expected))
+
+
+class TypeTraits(ctypes.Structure):
+    """What llama.cpp's library tells of a type (ggml.h: the first fields of ggml_type_traits)."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+        ("size", ctypes.c_size_t),
+        ("quantised", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )
+
+
+def llama_cpp() -> ctypes.CDLL:
+    package = importlib.util.find_spec("xllamacpp")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("the package xllamacpp, which has llama.cpp's library, is not installed: pip install xllamacpp")
+    (library,) = Path(package.submodule_search_locations[0]).glob("xllamacpp*.so")
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.slow
+def test_a_file_with_every_type_gives_the_numbers_of_llama_cpp(tmp_path: Path) -> None:
+    """To the bit. It has no function for F32 and F64, whose numbers are stored as they are."""
+    traits_of = llama_cpp().ggml_get_type_traits
+    traits_of.restype = ctypes.POINTER(TypeTraits)
+    writer = gguf.GGUFWriter(tmp_path / "types.gguf", "llama")
+    for kind in READABLE:
+        tensor = stored(kind)
+        rows = tensor.rows.view({Kind.F64: np.float64, Kind.F32: np.float32}.get(kind, np.uint8))
+        writer.add_tensor(kind.name, rows, raw_dtype=kind)
+    finish(writer)
+    file = module.GGUFFile(tmp_path / "types.gguf")
+    assert list(file.tensors) == [kind.name for kind in READABLE]
+    compared = []
+    for kind in READABLE:
+        tensor, traits = file.tensors[kind.name], traits_of(int(kind)).contents
+        assert (traits.name.decode().upper(), traits.block, traits.size) == (kind.name, *GGML_QUANT_SIZES[kind])
+        if traits.to_float:
+            rows, expected = np.ascontiguousarray(tensor.rows), np.empty(tensor.shape, np.float32)
+            traits.to_float(rows.ctypes.data, expected.ctypes.data, expected.size)
+            assert torch.equal(numbers(tensor).view(torch.int32), torch.from_numpy(expected).view(torch.int32)), kind
+            compared.append(kind)
+    assert {*READABLE} - {*compared} == {Kind.F32, Kind.F64}
 
 
 @pytest.mark.parametrize("kind", sorted(UNREADABLE), ids=named)

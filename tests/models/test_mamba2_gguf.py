@@ -69,6 +69,8 @@ _NEMOTRON_NAMES = {
     "mixer.o_proj": "attn_output",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
     **{f"mixer.experts.{part}_proj": f"ffn_{part}_exps.weight" for part in ("up", "down")},
     **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
     **{f"mixer.{part}_proj": f"ffn_{part}" for part in ("up", "down")},
@@ -77,16 +79,20 @@ _NEMOTRON_NAMES = {
 
 
 def write_nemotron(path: Path, theirs: PreTrainedModel) -> Path:
+    """A model with latent experts has a draft head behind its layers, as Nemotron 3 Super's files."""
     config, kinds = theirs.config, theirs.config.layer_types
+    has_head = config.moe_latent_size is not None
+    blocks = [*kinds, *["head"] * has_head]
     architecture = "nemotron_h_moe" if "moe" in kinds else "nemotron_h"
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(len(kinds))
+    writer.add_block_count(len(blocks))
     writer.add_embedding_length(config.hidden_size)
     inner = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
-    writer.add_feed_forward_length([inner if kind in ("moe", "mlp") else 0 for kind in kinds])
+    writer.add_feed_forward_length([inner if kind in ("moe", "mlp", "head") else 0 for kind in blocks])
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    attends = [kind in ("full_attention", "head") for kind in blocks]
+    writer.add_head_count_kv([config.num_key_value_heads if has_keys else 0 for has_keys in attends])
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
@@ -103,6 +109,11 @@ def write_nemotron(path: Path, theirs: PreTrainedModel) -> Path:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_group_count(config.n_group)
+    if has_head:
+        writer.add_moe_latent_size(config.moe_latent_size)
+        writer.add_nextn_predict_layers(1)
+        for part in ("attn_norm", "nextn.enorm"):
+            writer.add_tensor(f"blk.{len(kinds)}.{part}.weight", torch.ones(config.hidden_size).numpy())
     writer.add_token_list([str(token) for token in range(VOCAB)])
     for name, values in theirs.state_dict().items():
         for theirs_name, called in _NEMOTRON_NAMES.items():
@@ -208,6 +219,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "falcon normed": lambda: tiny_falcon_h1(2, mamba_rms_norm=True),
     "nemotron": lambda: tiny_nemotron(2, "m-fm-", time_step_min=0.001),
     "nemotron with experts": lambda: tiny_nemotron(2, "mefme", time_step_min=0.001, topk_group=1, n_group=1),
+    "nemotron with latent experts": lambda: tiny_nemotron(
+        2, "mefme", time_step_min=0.001, topk_group=1, n_group=1, moe_latent_size=40
+    ),
 }
 
 

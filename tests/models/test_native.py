@@ -56,7 +56,7 @@ MIXTURES = {
     "experts, every feature": {"shared": True},
     "experts, gpt-oss": {},
     "latent, experts": {"shared": True, "count": 7},
-    "experts, in parallel": {"shared": True, "count": 12, "sigmoid": True, "groups": 4},
+    "experts, in parallel": {"shared": True, "count": 12, "sigmoid": True, "groups": 4, "latent": 40},
     "experts, inputs in an order, in parallel": {"shared": True, "count": 7},
 }
 LATENT = {"latent": {}, "latent, experts": {"heads": 80, "rank": 64, "query_rank": None}}  # more heads than go together
@@ -210,10 +210,12 @@ def plain_mlp(layer, x, linear):
     if experts.router_bias is not None:
         scores = scores + experts.router_bias.float()
     shares, chosen = shares_of(scores, experts.routing, experts.correction)
+    read = x if experts.latent is None else linear(x, experts.latent[0])
+    mixed = torch.zeros_like(read)
     for token in range(len(x)):
         for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
-            out[token] += share * run(experts.gate_up[expert], experts.down[expert], x[token])
-    return out
+            mixed[token] += share * run(experts.gate_up[expert], experts.down[expert], read[token])
+    return out + (mixed if experts.latent is None else linear(mixed, experts.latent[1]))
 
 
 def shares_of(scores, routing, correction):

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[Callable[..., PreTrainedModel], dict[str, Any]]] = {
     **{f"lfm2 {name}": (tiny_lfm2, sizes) for name, sizes in LFM2_SIZES.items()},
     **{f"granite {name}": (tiny_granite_hybrid, sizes) for name, sizes in GRANITE_SIZES.items()},
     "nemotron": (tiny_nemotron, {}),
+    "nemotron with latent experts": (tiny_nemotron, {"moe_latent_size": 40}),
     "falcon": (tiny_falcon_h1, {}),
     "falcon normed": (tiny_falcon_h1, {"mamba_rms_norm": True, "mamba_conv_bias": False, "num_key_value_heads": 4}),
 }

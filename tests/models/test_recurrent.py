@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[], AnyModel]] = {
     "lfm3 bf16": lambda: on_kernels(tiny_lfm3(), None),
     "granite bf16": lambda: on_kernels(tiny_granite_hybrid(), None),
     "granite int8": lambda: on_kernels(tiny_granite_hybrid(**GRANITE_SIZES["grouped"])),
-    "nemotron int8": lambda: on_kernels(tiny_nemotron()),
+    "nemotron int8": lambda: on_kernels(tiny_nemotron(kinds="mefme", moe_latent_size=40)),
     "falcon bf16": lambda: on_kernels(tiny_falcon_h1(), None),
     "falcon int4": lambda: on_kernels(tiny_falcon_h1(), "int4"),
 }

@@ -22,6 +22,8 @@ from models.test_families import _written
 from models.test_latent_gguf import write as written_latent
 from models.test_lfm2_gguf import write as written_lfm2
 from models.test_mamba2_gguf import write as written_mamba2
+from models.test_mimo_gguf import tiny_mimo
+from models.test_mimo_gguf import write as written_mimo
 from models.test_qwen3_5_gguf import write as written_qwen3_5
 from models.test_sinks_and_shared_experts import _PUBLISHED, _gpt_oss
 from models.test_sinks_and_shared_experts import _written as written_gpt_oss
@@ -122,15 +124,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bamba": tiny_bamba,
     "falcon_h1": tiny_falcon_h1,
     "nemotron_h": functools.partial(tiny_nemotron, kinds="me-fmme"),
+    "nemotron_h with latent experts": functools.partial(tiny_nemotron, kinds="mefme", moe_latent_size=40),
     **{name: functools.partial(of_table, name, tie_word_embeddings=False) for name in LATENT},
     "minicpm3": functools.partial(of_table, "minicpm3", **PUBLISHED_MINICPM3),
-    "mimo_v2_flash": functools.partial(of_table, "mimo_v2_flash", hidden_size=64, head_dim=48, v_head_dim=32),
+    "mimo_v2_flash": tiny_mimo,
     "opt": functools.partial(of_table, "opt", hidden_size=64),
     **{name: functools.partial(of_table, name, n_embd=64) for name in ("gpt2", "gpt_bigcode", "gptj")},
 }
 # Factors that test_gguf.py writes; a window, refused in GGUF files; layers that files do not tell; limits of steps and
 # MLPs among experts
-UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers", "nemotron_h"}
+UNWRITTEN = {"llama with llama3 rope", "phi3", "qwen3_moe with dense layers"}
+UNWRITTEN |= {"nemotron_h", "nemotron_h with latent experts"}
 WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families whose GGUF files are tested apart, too
     "gemma4_text": written_gemma4,
     "gpt_oss": lambda path, theirs: written_gpt_oss(path, theirs, gguf.GGMLQuantizationType.F32),
@@ -140,6 +144,7 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {  # of families w
     ),
     **dict.fromkeys(("lfm2", "lfm2_moe"), written_lfm2),
     **dict.fromkeys(("granitemoehybrid", "falcon_h1"), written_mamba2),
+    "mimo_v2_flash": written_mimo,
     **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "deepseek_v3"), written_latent),
 }
 

@@ -51,7 +51,7 @@ def test_a_server_that_has_ended_keeps_no_model_in_memory(tiny: str) -> None:
 
 SCRIPT = """
 import sys, time
-from server_support import load
+from paceline import LLM
 from paceline.config import ServerConfig
 from paceline.server import ending, run
 
@@ -73,7 +73,7 @@ def make():
         print(100 * "a warning of some library ", file=sys.stderr, flush=True)
     if hangs == "loading":
         time.sleep(1000)
-    llm = load(model)
+    llm = LLM(model, drafter="ngram", num_speculative_tokens=4, dtype="float32", device="cpu", max_batch_size=4)
     engine_step, add = llm.engine.step, llm.engine.add
     asked = []
 
@@ -95,9 +95,8 @@ run.serve(ServerConfig(port=0, shutdown_timeout=0.5, stall_timeout=0.5, log_form
 
 @contextmanager
 def serving(model: str, hangs: str, stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     command = [sys.executable, "-c", SCRIPT, model, hangs]
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment) as process:
         try:
             assert process.stdout is not None

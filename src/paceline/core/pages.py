@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,12 +173,12 @@ class PageTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is free or has as many references as slots have it."""
-        held = torch.arange(self.pages.shape[1]) < torch.tensor(self.held)[:, None]
-        assert torch.equal(self.pages != 0, held), "a slot lacks a page, or has one behind its last one"
-        counts = torch.bincount(self.pages[held], minlength=self.fresh)
-        assert torch.equal(counts.int(), self.references[: self.fresh]), "references differ from the slots' pages"
-        places = (counts > 0).int()
-        free = torch.tensor([0, *self.freed, *self.unused], dtype=torch.int64)
+        pages, references = self.pages.numpy(), self.references.numpy()[: self.fresh]
+        held = np.arange(pages.shape[1]) < np.array(self.held)[:, None]
+        assert np.array_equal(pages != 0, held), "a slot lacks a page, or has one behind its last one"
+        counts = np.bincount(pages[held], minlength=self.fresh)
+        assert np.array_equal(counts, references), "references differ from the slots' pages"
+        free = np.array([0, *self.freed, *self.unused])
         assert free.max() < self.fresh, "a page is free that was never used"
-        places.index_add_(0, free, torch.ones_like(free, dtype=torch.int32))
-        assert places[1:].eq(1).all(), "a page is lost, free twice, or free and in use"
+        places = (counts > 0) + np.bincount(free, minlength=self.fresh)
+        assert (places[1:] == 1).all(), "a page is lost, free twice, or free and in use"

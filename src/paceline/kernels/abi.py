@@ -161,7 +161,7 @@ class CExperts(Structure):
         ("router", CRouter), ("gate_up", POINTER(CLinear)), ("down", POINTER(CLinear)), ("count", c_int32),
         ("used", c_int32), ("normalised", c_int32), ("sigmoid", c_int32), ("groups", c_int32), ("used_groups", c_int32),
         ("group_best", c_int32), ("margin", c_float), ("correction", c_void_p), ("shared_scale", c_float),
-        ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)),
+        ("factors", c_void_p), ("norms", POINTER(CExpertsNorms)), ("latent_in", CLinear), ("latent_out", CLinear),
     )
 
 
@@ -470,4 +470,4 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pl_gain": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
     "pl_round": (Problem, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
 }
-INTERFACE = "fcfe69b8902d2a0a"
+INTERFACE = "c885e294304e974d"

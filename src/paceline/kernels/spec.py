@@ -139,6 +139,8 @@ class ExpertsWeights:
     router_bias: added to the scores. correction: [experts], float32, added to the probabilities for the choice alone.
     factors: [experts], of the experts' outputs; None: 1. shared_scale: factor of the MLP's output, without a gate.
     norms: None: router, experts and MLP read the layer's normed hidden states, and their outputs are added.
+    latent: [L, width] and [width, L], where experts read and write vectors of L: the first makes them of the layer's
+        normed hidden states, the second maps the sum of the outputs back; None: experts have the model's width.
     """
 
     router: Tensor
@@ -150,6 +152,7 @@ class ExpertsWeights:
     factors: Tensor | None = None
     shared_scale: float = 1.0
     norms: ExpertsNorms | None = None
+    latent: tuple[LinearWeights, LinearWeights] | None = None
 
     @property
     def shared_gate(self) -> bool:
@@ -311,7 +314,8 @@ class LayerWeights:
         """The matrices that every token is multiplied by."""
         of_latent = () if self.latent is None else self.latent.linears
         of_states = () if self.recurrent is None else (self.recurrent.first, self.recurrent.second)
-        linears = (self.qkv, self.attention_out, *of_states, *of_latent, self.gate_up, self.down)
+        of_experts = (self.experts.latent or ()) if self.experts is not None else ()
+        linears = (self.qkv, self.attention_out, *of_states, *of_latent, *of_experts, self.gate_up, self.down)
         return tuple(linear for linear in linears if linear is not None)
 
 

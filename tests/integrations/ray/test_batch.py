@@ -14,7 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import app
 from paceline.cli.workers import SentLine, WorkerPool
 from paceline.errors import PacelineError
 from paceline.server.batch.lines import InputLine
@@ -67,9 +69,8 @@ async def _three_lines_and_a_loss() -> None:
 
 
 def test_an_address_without_replicas_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline.cli.main", "batch", str(tmp_path / "in"), str(tmp_path / "out")]
-    ended = subprocess.run([*command, "--ray-address", "auto"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
+    ended = CliRunner().invoke(app, ["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--ray-address", "auto"])
+    assert ended.exit_code == 2
     assert "--ray-address" in ended.stderr
 
 

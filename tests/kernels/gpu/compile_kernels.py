@@ -3,9 +3,10 @@
     TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
-does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel. With
---families and names of them, their kernels, whose lines a table then gets anew. Kernels and counts are kept in Triton's
-cache (``TRITON_CACHE_DIR``), so that a run which was interrupted goes on where it was.
+does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel: the first
+with given types of arguments is compiled to the end, the others by Triton's front end alone. With --families and names
+of them, their kernels, whose lines a table then gets anew. Kernels and counts are kept in Triton's cache
+(``TRITON_CACHE_DIR``), so that a run which was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a program, by architecture
 FEW, ARCH = False, 90
+EXIT = re.compile(r"^0x[0-9a-f]{5}94d 0x", re.MULTILINE)  # the instruction's code, in a line of four words
+COMPILED: set[tuple[object, ...]] = set()  # architectures, kernels and types of their arguments
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
@@ -39,42 +43,54 @@ class Used:
     shared: int
 
 
-def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Used:
+def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Used | None:
     """signature: types of the runtime arguments; every other argument must be in ``constants``."""
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in signature if signature[name].startswith("*") or name.endswith(ALIGNED)]
     hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
+    target, key = GPUTarget("cuda", ARCH, 32), (ARCH, kernel.fn.__name__, *types.values())
+    if FEW and key in COMPILED:
+        check_front_end(source, target, options)
+        return None
+    COMPILED.add(key)
+    compiled = triton.compile(source, target=target, options=options)
     kept = Path(triton.knobs.cache.dir, f"{compiled.metadata.hash}.used.json")
     if not kept.exists():
         kept.write_text(json.dumps(asdict(count(compiled))))
     return Used(**json.loads(kept.read_text()))
 
 
+def check_front_end(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> None:
+    """Raise the errors that Triton finds before it optimises: of names, types and shapes."""
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(options)
+    source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+
+
 def count(compiled: Any) -> Used:
     """Count what a compiled kernel uses, and check its instructions."""
     shared = int(compiled.metadata.shared)
     assert shared <= LARGEST_SHARED[ARCH], f"{shared} bytes of shared memory, {LARGEST_SHARED[ARCH]} there are"
-    registers, code = disassembled(compiled.asm["cubin"])
-    assert "EXIT" in code, "the compiler has made nothing but a trap of it"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        dump = printed(triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-elf", file.name)
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", dump)
+        assert usage, dump
+        assert EXIT.search(dump), "the compiler has made nothing but a trap of it"
+        registers, stack = map(int, usage.groups())
+        if stack == 0 and "wgmma" not in compiled.asm["ptx"]:  # the disassembler takes 0.3 s to start
+            return Used(registers, 0, shared)
+        code = printed(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
     assert (spoilt := overwritten_operands(code)) == [], f"written while a product may still read it: {spoilt}"
     return Used(registers, spilled_bytes(code), shared)
 
 
-def disassembled(cubin: bytes) -> tuple[int, str]:
-    """Registers of a thread, and the instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        commands = [triton.knobs.nvidia.cuobjdump.path, "-res-usage"], [triton.knobs.nvidia.nvdisasm.path, "-c"]
-        usage, code = (
-            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
-            for command in commands
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers, usage
-    return int(registers[1]), code
+def printed(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def spilled_bytes(code: str) -> int:
@@ -149,18 +165,18 @@ def build(
     fusion: bool = True,
     most: int | None = None,
     **types: str,
-) -> Used:
+) -> Used | None:
     signature = arguments(kernel, constants, **types)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fusion, "maxnreg": most}
     return compile_kernel(kernel, signature, constants, **options)
 
 
-def attention() -> dict[str, Used]:
+def attention() -> dict[str, Used | None]:
     from paceline.core.eight_bits import SCALE_BYTES
     from paceline.core.pages import PAGE_POSITIONS
     from paceline.kernels.attention.ragged import Tiles, attend_kernel, join_kernel, join_warps, largest_tile
 
-    found: dict[str, Used] = {}
+    found: dict[str, Used | None] = {}
     shapes = [  # head width, tile, shared heads, stretch, window, tree
         (128, 16, 1, 0, False, "none"),
         (128, 32, 4, 0, False, "none"),
@@ -201,7 +217,7 @@ def attention() -> dict[str, Used]:
     return found
 
 
-def drawing() -> dict[str, Used]:
+def drawing() -> dict[str, Used | None]:
     from paceline.kernels.gpu import draw
 
     cut = dict(BLOCK=draw.BLOCK, **BLOCKS)
@@ -214,7 +230,7 @@ def drawing() -> dict[str, Used]:
     }
 
 
-def searching() -> dict[str, Used]:
+def searching() -> dict[str, Used | None]:
     from paceline.kernels.gpu.search import _BLOCK, _WARPS, match_kernel
 
     constants = {"SUFFIX": 8, "BLOCK": _BLOCK, "SEPARATES": -1, "IDLE_ROWS": True}
@@ -222,7 +238,7 @@ def searching() -> dict[str, Used]:
     return {"match": build(match_kernel, constants, warps=_WARPS, **types)}
 
 
-def accepting() -> dict[str, Used]:
+def accepting() -> dict[str, Used | None]:
     from paceline.kernels.gpu import accept
     from paceline.kernels.gpu.draw import BLOCK
 
@@ -238,7 +254,7 @@ def accepting() -> dict[str, Used]:
     }
 
 
-def shaping() -> dict[str, Used]:
+def shaping() -> dict[str, Used | None]:
     from paceline.core.truncation import WEIGHTLESS, WIDEST
     from paceline.kernels.gpu import cut, shape
     from paceline.kernels.gpu.draw import BLOCK
@@ -269,7 +285,7 @@ def shaping() -> dict[str, Used]:
     return found
 
 
-def linears() -> dict[str, Used]:
+def linears() -> dict[str, Used | None]:
     from paceline.kernels.gpu.linear import CANDIDATES, NO_GROUPS, linear_kernel, most_registers, widen_kernel
 
     found = {}
@@ -299,7 +315,7 @@ def linears() -> dict[str, Used]:
     return found
 
 
-def four_bits() -> dict[str, Used]:
+def four_bits() -> dict[str, Used | None]:
     """Products of 4-bit weights: kinds of weights (grid, group, lows), tiles, and rows of a tile."""
     from paceline.kernels.gpu.four_bit_kernels import widen_four_bit_kernel
     from paceline.kernels.gpu.linear import FOUR_BIT_CANDIDATES, linear_kernel, most_registers
@@ -328,7 +344,7 @@ def four_bits() -> dict[str, Used]:
     return found
 
 
-def rotary() -> dict[str, Used]:
+def rotary() -> dict[str, Used | None]:
     from paceline.core.pages import PAGE_POSITIONS
     from paceline.kernels.gpu.rotary import rotary_kernel
 
@@ -342,7 +358,7 @@ def rotary() -> dict[str, Used]:
     return found
 
 
-def between() -> dict[str, Used]:
+def between() -> dict[str, Used | None]:
     from paceline.kernels.gpu.elementwise import add_norm_kernel, gate_kernel, warps_for
     from paceline.kernels.gpu.steps import ACTIVATIONS
 
@@ -361,7 +377,7 @@ def between() -> dict[str, Used]:
     return found
 
 
-def float8() -> dict[str, Used]:
+def float8() -> dict[str, Used | None]:
     """Activations that are rounded to float8: by the norm, by the gate of 12288 and 14336 numbers, and alone.
 
     And products of weights with scales for 128 inputs.
@@ -399,7 +415,7 @@ def float8() -> dict[str, Used]:
     }
 
 
-def recurrent() -> dict[str, Used]:
+def recurrent() -> dict[str, Used | None]:
     from paceline.kernels.gpu import delta_chunks
     from paceline.kernels.gpu.delta_net import delta_kernel, finish_kernel
     from paceline.kernels.gpu.linear import most_registers
@@ -454,7 +470,7 @@ ROUTINGS = {  # experts, used, sigmoid, corrected, groups, used groups
 }
 
 
-def experts() -> dict[str, Used]:
+def experts() -> dict[str, Used | None]:
     from paceline.kernels.gpu import experts as mixture
     from paceline.kernels.gpu.linear import CANDIDATES, FOUR_BIT_CANDIDATES, NO_GROUPS, most_registers
 
@@ -507,7 +523,7 @@ def experts() -> dict[str, Used]:
     return found
 
 
-def low_rank() -> dict[str, Used]:
+def low_rank() -> dict[str, Used | None]:
     from paceline.kernels.gpu.low_rank import TOKEN_TILES, expand_kernel, shrink_kernel
 
     found = {}
@@ -552,8 +568,8 @@ A dash: the architecture has no instructions for the format (fp8 on sm_80).
 """
 
 
-def every_kernel(families: Sequence[str]) -> dict[str, Used]:
-    found: dict[str, Used] = {}
+def every_kernel(families: Sequence[str]) -> dict[str, Used | None]:
+    found: dict[str, Used | None] = {}
     for family in FAMILIES:
         if not families or family.__name__ in families:
             of_family = family()
@@ -563,7 +579,7 @@ def every_kernel(families: Sequence[str]) -> dict[str, Used]:
     return found
 
 
-def table(by_arch: dict[int, dict[str, Used]], others: Sequence[str] = ()) -> str:
+def table(by_arch: dict[int, dict[str, Used | None]], others: Sequence[str] = ()) -> str:
     """A Markdown table, one line per kernel, with the versions of the compiler. others: its lines so far."""
     names = list(dict.fromkeys(name for found in by_arch.values() for name in found))
     lines = ["| kernel | " + " | ".join(f"sm_{arch}" for arch in by_arch) + " |", "| --- |" + " ---: |" * len(by_arch)]

@@ -93,15 +93,23 @@ def test_the_table_equals_the_compilers_output(tmp_path: Path) -> None:
     assert table.read_text() == TABLE.read_text(), "write the table anew: its first lines say how"
 
 
-def test_in_16_and_8_bits_three_kernels_spill_at_most_16_bytes() -> None:
-    """With 147 registers ``draw`` would not spill on sm_90, but half as many programs would fit a multiprocessor."""
+def test_in_16_and_8_bits_four_kernels_spill_at_most_16_bytes() -> None:
+    """With 147 registers ``draw`` would not spill on sm_90, but half as many programs would fit a multiprocessor.
+
+    Attention stores its few once before the loop over keys and reads them once behind it.
+    """
     found = committed()
     assert len(found) > 100
     assert {len(cells) for cells in found.values()} == {4}, "sm_80, sm_89, sm_90, sm_100"
     spilling = {name: cells for name, cells in found.items() if MAY_SPILL not in name and any(map(spills, cells))}
-    assert [name for name in spilling if not re.match(r"linear \*(bf|fp)16 \*|walk chunks|draw$", name)] == []
+    may = re.compile(r"linear \*(bf|fp)16 \*|walk chunks|draw$|attend \*bf16 .* tree=ancestors$")
+    assert [name for name in spilling if not may.match(name)] == []
     assert max(spilled(cell) for cells in spilling.values() for cell in cells) <= 16
-    assert {name: spilled(cells[2]) for name, cells in spilling.items() if spills(cells[2])} == {"draw": 4}, "on sm_90"
+    assert {name: spilled(cells[2]) for name, cells in spilling.items() if spills(cells[2])} == {
+        "attend *bf16 D=64 tile=16 tree=ancestors": 4,
+        "attend *bf16 D=256 tile=32 tree=ancestors": 12,
+        "draw": 4,
+    }, "on sm_90"
 
 
 def test_prompts_and_drafts_of_new_lengths_compile_nothing() -> None:

@@ -194,6 +194,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4": partial(tiny_gemma4, **GEMMA4["experts and vectors"]),
     "lfm2_moe": tiny_lfm2_moe,
     "nemotron_h": tiny_nemotron,
+    "nemotron_h with latent experts": partial(tiny_nemotron, moe_latent_size=40),
 }  # fmt: skip
 
 

@@ -313,8 +313,8 @@ _MOST_SPLITS = 64
 _MORE_SPLITS = 3  # splits beyond those that two programs for every multiprocessor need
 _SPLIT_COST = 0.03  # of one more split, whose results are written and joined, in times of the attention without splits
 # Programs on a multiprocessor by numbers of a tile of queries, from their registers on sm_90 (docs/gpu-kernels.md):
-# 80, 168 and 174 a thread, of 4, 4 and 8 warps; without pages 89, 140 and 198
-_AT_ONCE = {16 * 128: 5, 32 * 128: 3, 64 * 128: 1}
+# 80, 181 and 174 a thread, of 4, 4 and 8 warps; without pages 89, 140 and 198
+_AT_ONCE = {16 * 128: 5, 32 * 128: 2, 64 * 128: 1}
 _LARGEST_TILE = 64  # queries of a tile
 _LARGEST_NUMBERS = 64 * 128  # numbers of a tile of queries: more take too many registers
 _FIRST_WITH_ASYNC_COPIES = 8, 0  # compute capability

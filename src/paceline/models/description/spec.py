@@ -191,6 +191,8 @@ class ExpertsSpec:
     shared: an MLP that every token runs through besides. shared_gate: whether sigmoid(gate(x)) multiplies its output.
     shared_scale: another factor of it.
     scores_scale: factor of the router's scores. scaled: whether each expert's output has a stored factor.
+    latent: width of the vectors that the experts read and write, where one linear map makes them of the layer's input
+        and another maps the sum of the outputs back (LatentMoE, arXiv 2601.18089); None: those of the layer.
     own_norms: whether the router, the experts and the shared MLP read the layer's hidden states through a norm each,
         and the outputs of the experts and of the MLP have a norm each before they are added.
     """
@@ -213,12 +215,14 @@ class ExpertsSpec:
     scores_scale: float = 1.0
     scaled: bool = False
     own_norms: bool = False
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         possible = type(self.used) is int and type(self.count) is int and 0 < self.used <= self.count
         check(possible, f"{self.used} of {self.count} experts (num_experts_per_tok, num_experts)")
         groups = f"{self.used_groups} of {self.groups} groups of {self.count} experts (topk_group, n_group)"
         check(0 < self.used_groups <= self.groups and self.count % self.groups == 0, groups)
+        check(self.latent is None or self.latent > 0, f"moe_latent_size={self.latent}")
         assert self.shared_scale == 1.0 or not self.shared_gate, "one factor of the MLP's output"
         check(self.used <= self.count // self.groups * self.used_groups, f"{groups} have {self.used} experts")
 

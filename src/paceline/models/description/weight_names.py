@@ -8,8 +8,9 @@ Inputs by token (``TokenInputsSpec``) are ``input_table``, ``input_project``, ``
 ``input_gate``, ``input_out``, ``input_out_norm``; a number that scales a layer's output is ``scale.weight``. A
 mixture of experts has ``router``, and for all experts together ``experts_gate``, ``experts_up`` (or
 ``experts_gate_up``) and ``experts_down``, or for each one ``expert.E.gate`` and so on. Factors of the experts' outputs
-are ``experts_scale.weight``; norms of a mixture's own are named in ``weights.EXPERTS_NORMS``. What a draft head reads
-(``DecoderSpec.mtp``) goes through ``mtp.fc``, ``mtp.embedding_norm`` and ``mtp.hidden_norm``.
+are ``experts_scale.weight``; norms of a mixture's own are named in ``weights.EXPERTS_NORMS``; ``latent_in`` and
+``latent_out`` map to the width of the experts and back. What a draft head reads (``DecoderSpec.mtp``) goes through
+``mtp.fc``, ``mtp.embedding_norm`` and ``mtp.hidden_norm``.
 """
 
 from __future__ import annotations

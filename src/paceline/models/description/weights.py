@@ -306,18 +306,21 @@ EXPERTS_NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_out_
 
 
 def _experts_slots(spec: ExpertsSpec, width: int, layer: str, stored: Collection[str]) -> Slots:
-    inner = spec.expert.width
+    inner, outer = spec.expert.width, spec.latent or width
     yield from _linear_slots("router", {"router": spec.count}, width, spec.router_bias, layer)
     if spec.correction:
         yield from _vector(f"{layer}router_correction.weight", spec.count)
     first = "experts_gate_up" if spec.expert.gated else "experts_up"
     parts = {"experts_gate": inner, "experts_up": inner} if spec.expert.gated else {first: inner}
     gate_up = _stacked(first, parts, stored, layer)
-    yield from _of_all_experts(spec.count, first, gate_up, width, layer, stored)
-    yield from _of_all_experts(spec.count, "experts_down", {"experts_down": width}, inner, layer, stored)
+    yield from _of_all_experts(spec.count, first, gate_up, outer, layer, stored)
+    yield from _of_all_experts(spec.count, "experts_down", {"experts_down": outer}, inner, layer, stored)
     if spec.expert.bias:
         yield from _expert_biases(spec.count, first, gate_up, layer)
-        yield from _expert_biases(spec.count, "experts_down", {"experts_down": width}, layer)
+        yield from _expert_biases(spec.count, "experts_down", {"experts_down": outer}, layer)
+    if spec.latent is not None:
+        yield from _linear_slots("latent_in", {"latent_in": outer}, width, False, layer)
+        yield from _linear_slots("latent_out", {"latent_out": width}, outer, False, layer)
     if spec.shared is not None:
         yield from _mlp_slots(spec.shared, width, layer, stored)
     if spec.shared_gate:

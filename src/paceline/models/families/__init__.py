@@ -193,9 +193,15 @@ def as_described(config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -
     """Return the tensors of safetensors files or a loaded model, those with a factor multiplied when they are read."""
     family = family_of(config)
     factors = {} if family is None else family.factors(config.get_text_config())
+    return with_factors(stored, names_of(config), factors)
+
+
+def with_factors(
+    stored: Mapping[str, StoredTensor], names: WeightNames, factors: Mapping[str, Tensor]
+) -> Mapping[str, StoredTensor]:
+    """Return the tensors, those with a factor multiplied when they are read. factors: see ``Family.factors``."""
     if not factors:
         return stored
-    names = names_of(config)
     return {name: _multiplied(tensor, names.ours(name), factors) for name, tensor in stored.items()}
 
 

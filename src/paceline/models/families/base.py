@@ -79,6 +79,7 @@ class GGUFForm:
     adapt: the file's tensors -> those of the decoder, ordered and scaled as in safetensors files.
     head: names of the weights of the draft head, one more block behind the layers; None: files have none.
     adapt_head: as ``adapt``, of the head's tensors, and the description of its one layer.
+    factors: as ``Family.factors``, of files whose matrices are not multiplied yet.
     constants: all metadata and the description -> weights that the metadata hold, by the file's names.
     mixture: whether files of these architectures are of this family only if they have experts.
     kind: metadata without the prefix -> model_type of the file's family, where several have this form; None: one has.
@@ -94,6 +95,7 @@ class GGUFForm:
     adapt: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
     head: WeightNames | None = None
     adapt_head: Callable[[Mapping[str, StoredTensor], DecoderSpec], Mapping[str, StoredTensor]] = _as_they_are
+    factors: Callable[[PretrainedConfig], Mapping[str, Tensor]] = _no_factors
     constants: Callable[[Mapping[str, Any], DecoderSpec], Mapping[str, StoredTensor]] = _no_constants
     mixture: bool = False
     kind: Callable[[Mapping[str, Any]], str] | None = None

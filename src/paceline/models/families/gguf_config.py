@@ -22,7 +22,7 @@ from paceline.models.description.spec import (
 )
 from paceline.models.description.weight_names import WeightNames
 from paceline.models.description.weights import StoredTensor
-from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES
+from paceline.models.families import FAMILIES, GGUF_FAMILIES, GGUF_MIXTURES, with_factors
 from paceline.models.families.base import Family, GGUFForm
 from paceline.models.files.boundary import brief
 from paceline.models.files.gguf import GGUFFile, TextArray
@@ -50,7 +50,7 @@ _SIZES = (
     *("attention.key_length", "attention.value_length", "attention.key_length_swa", "rope.dimension_count"),
     *("attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"),
     *("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"),
-    *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    *("shortconv.l_cache", "expert_feed_forward_length", "expert_shared_feed_forward_length", "moe_latent_size"),
 )
 _OR_NONE = (
     *("attention.head_count_kv", "attention.shared_kv_layers", "attention.sliding_window"),
@@ -325,7 +325,9 @@ def tensors(file: GGUFFile, spec: DecoderSpec) -> Mapping[str, StoredTensor]:
     attention = spec.attentions[0]
     heads = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if form(file).paired else {}
     stored = {name: _ordered(name, stored, heads) for name, stored in file.tensors.items()}
-    return {**form(file).adapt(stored, spec), **form(file).constants(file.metadata, spec)}
+    adapted = form(file).adapt(stored, spec)
+    factors = form(file).factors(huggingface_config(file))
+    return {**with_factors(adapted, form(file).names, factors), **form(file).constants(file.metadata, spec)}
 
 
 def _ordered(name: str, stored: PackedTensor, heads: Mapping[str, int]) -> PackedTensor:

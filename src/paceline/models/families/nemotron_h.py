@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 Nano: every layer is Mamba-2, attention without positions, an MLP, or experts alone."""
+"""Nemotron-H, Nemotron 3 Nano and Super: layers are Mamba-2, attention without positions, an MLP, or experts alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from paceline.models.description.spec import (
     check,
 )
 from paceline.models.description.weight_names import OWN_HEAD, WeightNames
+from paceline.models.description.weights import StoredTensor
 from paceline.models.families import mamba2
 from paceline.models.families.base import Family, GGUFForm, decoder_of
 from paceline.models.families.rotary import plain_rotary, without_positions
+from paceline.models.families.routed import without_head
 
 _ACTIVATION = "relu2"
 
@@ -43,6 +45,7 @@ def _layers_of(config: PretrainedConfig) -> dict[str, LayerSpec]:
         used_groups=config.topk_group,
         correction=True,
         output_scale=float(config.routed_scaling_factor),
+        latent=config.moe_latent_size,
         shared=MLPSpec(config.moe_shared_expert_intermediate_size, _ACTIVATION, gated=False, bias=bias),
     )
     dense = MLPSpec(config.intermediate_size, _ACTIVATION, gated=False, bias=bias)
@@ -55,9 +58,10 @@ def _layers_of(config: PretrainedConfig) -> dict[str, LayerSpec]:
 
 
 def _describe(config: PretrainedConfig) -> DecoderSpec | None:
-    """Describe a model; None for one with biases of matrices, experts in a latent space, or another activation."""
+    """Describe a model; None for one with biases of matrices, or another activation."""
     plain = config.mlp_hidden_act == _ACTIVATION and config.mamba_hidden_act == "silu" and not config.use_bias
-    if not plain or config.moe_latent_size is not None or "full_attention" not in config.layer_types:
+    biased = config.mlp_bias and config.moe_latent_size is not None
+    if not plain or biased or "full_attention" not in config.layer_types:
         return None
     of_kind = _layers_of(config)
     norm = NormSpec("rms", config.layer_norm_epsilon)
@@ -79,6 +83,8 @@ _NAMES = {
     "layers.{}.mixer.experts.{}.down_proj": "layers.{}.expert.{}.down",
     "layers.{}.mixer.experts.up_proj": "layers.{}.experts_up.weight",
     "layers.{}.mixer.experts.down_proj": "layers.{}.experts_down.weight",
+    "layers.{}.mixer.fc1_latent_proj": "layers.{}.latent_in",
+    "layers.{}.mixer.fc2_latent_proj": "layers.{}.latent_out",
     "layers.{}.mixer.shared_experts.up_proj": "layers.{}.up",
     "layers.{}.mixer.shared_experts.down_proj": "layers.{}.down",
 }
@@ -89,9 +95,12 @@ def _fields(metadata: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, Any]
     keys, inner = metadata["attention.head_count_kv"], metadata["feed_forward_length"]
     lists = isinstance(keys, list) and isinstance(inner, list)
     check(lists, "attention.head_count_kv and feed_forward_length must tell the kinds of the layers")
+    layers = metadata["block_count"] - metadata.get("nextn_predict_layers", 0)
+    keys, inner = keys[:layers], inner[:layers]  # lists go on with the draft head
     mlp = "moe" if metadata.get("expert_count") else "mlp"
     states = mamba2.gguf_fields(metadata)
     own = {
+        "num_hidden_layers": layers,
         "num_key_value_heads": states["num_key_value_heads"],
         "layers_block_type": [
             "full_attention" if heads else mlp if width else "linear_attention"
@@ -121,12 +130,18 @@ def _expert_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _adapt(tensors: Mapping[str, StoredTensor], spec: DecoderSpec) -> Mapping[str, StoredTensor]:
+    return mamba2.gguf_adapt(without_head(tensors, spec), spec)
+
+
 _GGUF_NAMES = {
     **mamba2.GGUF_NAMES,
     "blk.{}.ffn_gate_inp": "layers.{}.router",
     "blk.{}.exp_probs_b.bias": "layers.{}.router_correction.weight",
     "blk.{}.ffn_up_exps": "layers.{}.experts_up",
     "blk.{}.ffn_down_exps": "layers.{}.experts_down",
+    "blk.{}.ffn_latent_down": "layers.{}.latent_in",
+    "blk.{}.ffn_latent_up": "layers.{}.latent_out",
     "blk.{}.ffn_up_shexp": "layers.{}.up",
     "blk.{}.ffn_down_shexp": "layers.{}.down",
 }
@@ -136,6 +151,6 @@ _FORM = GGUFForm(
     fields=_fields,
     reads=frozenset({"expert_count"}),
     paired=True,
-    adapt=mamba2.gguf_adapt,
+    adapt=_adapt,
 )
 FAMILY = Family("nemotron_h", _describe, WeightNames(_NAMES, prefixes=("model.", "backbone."), ignored=OWN_HEAD), _FORM)

@@ -28,7 +28,20 @@ from paceline.models.native.spec import spec_of
 # paceline's names of matrices that only multiply, or are read from their packed form
 _INPUTS = ("input_gate", "input_out", "input_project", "input_table")
 _LINEAR = frozenset(
-    {"qkv", "q_b", "o", "gate_up", "down", "experts_gate_up", "experts_up", "experts_down", "head", *_INPUTS}
+    {
+        "qkv",
+        "q_b",
+        "o",
+        "gate_up",
+        "down",
+        "experts_gate_up",
+        "experts_up",
+        "experts_down",
+        "latent_in",
+        "latent_out",
+        "head",
+        *_INPUTS,
+    }
 )
 
 

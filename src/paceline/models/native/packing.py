@@ -339,6 +339,8 @@ class _Packer:
     def _experts(self, experts: ExpertsWeights, to: Format, *, plain: bool) -> abi.CExperts:
         count, routing = len(experts.down), experts.routing
         first = self._linear if plain else self._gate_up
+        no_latent = abi.CLinear(), abi.CLinear()
+        latent_in, latent_out = (self._linear(part, to) for part in experts.latent) if experts.latent else no_latent
         return abi.CExperts(
             router=self._router(experts),
             gate_up=(abi.CLinear * count)(*(first(linear, to) for linear in experts.gate_up)),
@@ -355,6 +357,8 @@ class _Packer:
             correction=None if experts.correction is None else self._vector(experts.correction),
             factors=None if experts.factors is None else self._vector(experts.factors),
             norms=None if experts.norms is None else pointer(self._experts_norms(experts.norms)),
+            latent_in=latent_in,
+            latent_out=latent_out,
         )
 
     def _experts_norms(self, norms: ExpertsNorms) -> abi.CExpertsNorms:

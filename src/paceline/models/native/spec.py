@@ -186,6 +186,7 @@ def _experts_of(spec: ExpertsSpec, name: str, source: _WeightSource) -> ExpertsW
         router_bias=None if router.bias is None else _scaled(router.bias, spec.scores_scale),
         factors=_factors_of(spec, source.weights.get(f"{name}experts_scale.weight")),
         norms=ExpertsNorms(*norms) if norms else None,
+        latent=None if spec.latent is None else (source.linear(f"{name}latent_in"), source.linear(f"{name}latent_out")),
     )
 
 

@@ -22,6 +22,7 @@ class Experts:
 
     shared: the MLP that every token runs through besides. shared_gate: its gate, [1, W].
     norms: those of ``EXPERTS_NORMS`` by name, if the spec asks for them.
+    latent: the maps to the experts' width L, [L, W], and back, [W, L], if the spec asks for them.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Experts:
         mixture: Mixture,
         shared: tuple[SharedMLP, Linear | None] | None = None,
         norms: Mapping[str, Norm] | None = None,
+        latent: tuple[Linear, Linear] | None = None,
     ) -> None:
         """shared: the MLP and its gate."""
         self.spec, self.router, self.mixture = spec, router, mixture
@@ -41,18 +43,27 @@ class Experts:
         if gate is not None:
             self.shared_gate = gate
             self.linears = ("router", "shared_gate")
+        if latent is not None:
+            self.latent_in, self.latent_out = latent
+            self.linears = (*self.linears, "latent_in", "latent_out")
 
     def __call__(self, x: Tensor, steps: LayerSteps) -> Tensor:
         """x [N, W] -> [N, W]."""
-        out = steps.experts(x, self.router(x), self.mixture)
+        out = self._mixed(x, self.router(x), steps)
         return out if self.shared is None else out + self._shared(x, self.shared(x, steps))
 
     def with_own_norms(self, x: Tensor, normed: Tensor, steps: LayerSteps) -> Tensor:
         """Hidden states x and the shared MLP's input ``normed``, [N, W] each -> [N, W]."""
         assert self.shared is not None
         norms = self.norms
-        mixed = steps.experts(norms["experts_norm"](x), self.router(norms["router_norm"](x)), self.mixture)
+        mixed = self._mixed(norms["experts_norm"](x), self.router(norms["router_norm"](x)), steps)
         return norms["shared_out_norm"](self.shared(normed, steps)) + norms["experts_out_norm"](mixed)
+
+    def _mixed(self, x: Tensor, scores: Tensor, steps: LayerSteps) -> Tensor:
+        """x [N, W], scores [N, E] -> [N, W]."""
+        if self.spec.latent is None:
+            return steps.experts(x, scores, self.mixture)
+        return self.latent_out(steps.experts(self.latent_in(x), scores, self.mixture))
 
     def _shared(self, x: Tensor, out: Tensor) -> Tensor:
         scale = self.spec.shared_scale

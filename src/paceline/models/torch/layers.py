@@ -303,7 +303,9 @@ def _experts(spec: ExpertsSpec, parts: WeightSource, layer: str) -> Experts:
     shared = None if spec.shared is None else (_dense(spec.shared, parts, layer), gate)
     norms = {name: parts.norm(f"{layer}.{name}") for name in (EXPERTS_NORMS if spec.own_norms else ())}
     router = parts.linear(f"{layer}.router", parts.exact)  # a rounded one would choose other experts
-    return Experts(spec, router, mixture, shared, norms)
+    maps = f"{layer}.latent_in", f"{layer}.latent_out"
+    latent = None if spec.latent is None else (parts.linear(maps[0]), parts.linear(maps[1]))
+    return Experts(spec, router, mixture, shared, norms, latent)
 
 
 class _TokenInput:
