@@ -3,7 +3,7 @@
 ``predict`` computes a decode step's time on 1 to 64 cores, with the parts in which panels are shared out, and says
 what limits it. ``measure --json FILE`` times the same steps here on 1, 2, 4 ... threads, beside what the model predicts
 from this machine's own bandwidth and barriers: about two minutes with 16 cores. ``hog`` times steps while another
-program competes for a CPU.
+program competes for a CPU; with ``--turn-us 100``, as root, it halves the CPU's speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from benchmarks.kernels import _READ_BYTES, SHAPES, Reader, Shape, random_spec
 
 from paceline.core.cache import KVCache
-from paceline.core.cpus import Node, performance_cores, usable_cpus
+from paceline.core.cpus import Node, performance_cores, pinned, usable_cpus
 from paceline.core.hardware import cpu_name
 from paceline.core.nodes import Nodes
 from paceline.engine.utilisation import kernel_rate
@@ -242,20 +242,31 @@ def table(machine: Machine, shapes: Sequence[str], rows: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _hog(cpu: int) -> None:
-    """Take all time of a CPU that the system gives to one more program."""
+def _hog(cpu: int, turn: float) -> None:
+    """Take all time of a CPU that the system gives to one more program, or turns of this many seconds.
+
+    Turns begin as soon as they are due, which the system allows to root only, and leave the CPU for as long: to others
+    it is a slower CPU.
+    """
     os.sched_setaffinity(0, {cpu})
+    if turn:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     while True:
-        pass
+        until = time.perf_counter() + turn
+        while not turn or time.perf_counter() < until:
+            pass
+        time.sleep(turn)
 
 
 @contextmanager
-def busy(cpu: int) -> Iterator[None]:
-    """Context in which another program competes for a CPU."""
-    program = multiprocessing.get_context("spawn").Process(target=_hog, args=(cpu,), daemon=True)
+def busy(cpu: int, turn: float = 0.0) -> Iterator[None]:
+    """Context in which another program competes for a CPU, all the time or in turns of this many seconds."""
+    program = multiprocessing.get_context("spawn").Process(target=_hog, args=(cpu, turn), daemon=True)
     program.start()
     try:
         time.sleep(0.5)
+        if not program.is_alive():
+            raise SystemExit("the program has ended: turns (--turn-us) need root")
         yield
     finally:
         program.kill()
@@ -264,14 +275,18 @@ def busy(cpu: int) -> Iterator[None]:
 
 def hog(options: argparse.Namespace) -> None:
     """Time steps without and with another program on the last CPU, with panels shared out and in equal shares."""
-    most = options.threads or performance_cores()
-    equal = (Node(0, usable_cpus()),) * most  # threads do not help those of other nodes
+    most, cpus = options.threads or performance_cores(), usable_cpus()
+    equal = tuple(Node(0, (cpus[thread % len(cpus)],)) for thread in range(most))  # threads help those of their node
+    # The first thread and the others stay on different CPUs: the system would move them away from the other program.
+    with pinned([Node(0, cpus[1:] or cpus)]):
+        native.pool(native.required(), most)
     for name in options.shapes:
         steps = Steps(name, EVERY[name])
         for rows in options.rows:
-            free = steps.ms(rows, most, options.seconds)
-            with busy(max(os.sched_getaffinity(0))):
-                slowed, in_equal = (steps.ms(rows, most, options.seconds, nodes) for nodes in ((), equal))
+            with pinned([Node(0, cpus[:1])]):
+                free = steps.ms(rows, most, options.seconds)
+                with busy(cpus[-1], options.turn_us / 1e6):
+                    slowed, in_equal = (steps.ms(rows, most, options.seconds, nodes) for nodes in ((), equal))
             with_hog = f"with a hog on one CPU {slowed:.2f} ms, and {in_equal:.2f} ms in equal shares"
             print(f"{name:13} {rows:2} rows {most} threads: {free:.2f} ms, {with_hog}", flush=True)
 
@@ -284,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, help="the most; default: one per core")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--turn-us", type=float, default=0.0, help="hog: takes turns of so long; 0: all the time")
     parser.add_argument("--json", type=Path, help="file to write, of measure")
     options = parser.parse_args(arguments)
     if options.what == "predict":

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import struct
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+import real_models
 from kernels.test_sets import check, compiled, results
 from paceline.kernels import build
 from paceline.kernels.abi import SIGNATURES
@@ -174,12 +181,12 @@ BFMMLA, USMMLA = 0x6E40EC00, 0x4E80AC00  # Arm's manual, C7.2: vectors of regist
 
 
 def cross_compiler(folder: Path, triple: str) -> str:
-    """A program that compiles for another system with the flags of ``build``."""
+    """A program that compiles for another system with the flags of ``build``, without zig's notes for debuggers."""
     program = folder / "c++"
     program.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
         f"flags = [{PROCESSORS!r}.get(flag, flag) for flag in sys.argv[1:] if flag != '-static']\n"
-        f"os.execv(sys.executable, [sys.executable, '-m', 'ziglang', 'c++', '-target', {triple!r}, *flags])\n"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'ziglang', 'c++', '-target', {triple!r}, '-g0', *flags])\n"
     )
     program.chmod(0o755)
     return str(program)
@@ -240,13 +247,15 @@ int wmain(int count, wchar_t **arguments) {
 """
 
 
-@pytest.fixture
-def windows_python(tmp_path: Path, wine: str) -> list[str]:
-    """The command of Windows' Python: its libraries from a wheel that brings them, its modules from this Python."""
-    minor, folder = sys.version_info.minor, tmp_path / "python"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "panda3d"]
-    target = ["--platform", "win_amd64", "--python-version", f"3.{minor}", "--dest", str(tmp_path)]
-    subprocess.run([*pip, *target], check=True)
+@pytest.fixture(scope="module")
+def windows_python(tmp_path_factory: pytest.TempPathFactory, wine: str) -> list[str]:
+    """The command of Windows' Python: its libraries from a wheel that brings them, its modules from this Python.
+
+    It finds packages in ``site`` beside the program, and this checkout's modules.
+    """
+    minor, tmp_path = sys.version_info.minor, tmp_path_factory.mktemp("windows")
+    folder = tmp_path / "python"
+    pip(minor, "download", "--dest", str(tmp_path), "panda3d")
     with zipfile.ZipFile(next(tmp_path.glob("panda3d*.whl"))) as wheel:
         for name in wheel.namelist():
             if name.startswith("deploy_libs/"):
@@ -254,14 +263,48 @@ def windows_python(tmp_path: Path, wine: str) -> list[str]:
     (tmp_path / "deploy_libs").rename(folder)
     modules = Path(sysconfig.get_path("stdlib"))
     shutil.copytree(modules, folder / "Lib", ignore=shutil.ignore_patterns("site-packages", "lib-dynload", "test"))
-    (folder / f"python3{minor}._pth").write_text("Lib\n.\n")
+    places = ["Lib", ".", "site", f"Z:{ROOT / 'src'}", f"Z:{ROOT / 'tests'}"]
+    (folder / f"python3{minor}._pth").write_text("\n".join(places))
     (folder / "launcher.c").write_text(LAUNCHER % minor)
-    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu", "-municode"]
-    subprocess.run([*compiler, str(folder / "launcher.c"), "-o", str(folder / "python.exe")], check=True)
+    # Extension modules for any Python 3 call python3.dll, which forwards to the library of this one.
+    names = set(re.findall(rb"\0(_?Py\w+)(?=\0)", (folder / f"python3{minor}.dll").read_bytes()))
+    exports = "".join(f"{name}=python3{minor}.{name}\n" for name in sorted(map(bytes.decode, names)))
+    (folder / "python3.def").write_text(f"LIBRARY python3.dll\nEXPORTS\n{exports}")
+    (folder / "python3.c").touch()
+    (folder / "random.c").write_text(RANDOM)
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
+    for command in (
+        "-municode launcher.c -o python.exe",
+        "-shared python3.c python3.def -o python3.dll",
+        "-shared random.c -ladvapi32 -o bcryptprimitives.dll",
+    ):
+        subprocess.run([*compiler, *command.split()], cwd=folder, check=True)
     return [wine, str(folder / "python.exe")]
 
 
-# Run by Windows' Python: torch is not there, so modules are loaded by their files.
+def begin(command: list[str], program: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a program in Windows' Python, which wine gives no standard streams that are files or /dev/null."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*command, "-c", program, *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def pip(minor: int, command: str, *arguments: str) -> None:
+    """Run a command of pip for Windows' Python, without dependencies."""
+    flags = ["--quiet", "--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "--python-version", f"3.{minor}"]
+    subprocess.run([sys.executable, "-m", "pip", command, *flags, *arguments], check=True)
+
+
+# Rust's libraries draw from it, and wine 8 does not have it.
+RANDOM = """
+#include <windows.h>
+BOOLEAN NTAPI SystemFunction036(void *, ULONG);
+__declspec(dllexport) BOOL ProcessPrng(void *bytes, size_t count) { return SystemFunction036(bytes, (ULONG)count); }
+"""
+
+
+# Run by Windows' Python without torch, so modules are loaded by their files.
 OF_WINDOWS = """
 import ctypes, importlib.util, subprocess, sys
 
@@ -329,19 +372,112 @@ kernel.TerminateProcess(kernel.OpenProcess(1, 0, pids[1]), 0)
 def test_python_for_windows_loads_the_library_and_ends_its_children(tmp_path: Path, windows_python: list[str]) -> None:
     """The child in a job ends with its parent, which is ended without a clean-up; the one beside it does not."""
     package, note = f"Z:{ROOT / 'src' / 'paceline'}", f"Z:{tmp_path / 'pids'}"
-
-    def begin(program: str, *arguments: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE  # wine gives Python no standard streams that are files or /dev/null
-        return subprocess.Popen(
-            [*windows_python, "-c", program, *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-
-    with begin(OF_WINDOWS, package, note, "jobs") as parent:
+    with begin(windows_python, OF_WINDOWS, package, note, "jobs") as parent:
         assert parent.stdout is not None
         assert [parent.stdout.readline().strip() for _ in range(2)] == ["child child child", "[True, False, True]"]
         assert parent.wait(60) == 3
-        with begin(LEFT, note) as looking:  # and ends the child that is left, which holds the parent's pipe
+        with begin(windows_python, LEFT, note) as looking:  # and ends the other child, which holds the parent's pipe
             assert looking.communicate()[0].strip() == "[False, True]"
     build._build(cross_compiler(tmp_path, "x86_64-windows-gnu"), tmp_path, build.SOURCES, ())
-    with begin(OF_WINDOWS, package, f"Z:{tmp_path / build.LIBRARY}", "library") as loading:
+    with begin(windows_python, OF_WINDOWS, package, f"Z:{tmp_path / build.LIBRARY}", "library") as loading:
         assert loading.communicate()[0].strip() == "loaded"
+
+
+ENGINE = """
+import sys
+sys.modules["triton"] = None
+from paceline import SamplingParams
+from toy import make_engine, run, tiny_native
+each = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1.0, seed=3, max_tokens=24)]
+for draft in (None, tiny_native(1)):
+    engine = make_engine(tiny_native(0), draft, drafter=draft and "model")
+    print("kernels", "on the CPU kernels" in engine.describe())
+    for answer in run(engine, [[1, 2, 3], [4, 5, 6]], each):
+        print("tokens", *answer.outputs[0].token_ids)
+"""
+
+
+def requirements_of_windows() -> list[str]:
+    """What paceline needs on Windows, in the versions that are installed here."""
+    environment = {"sys_platform": "win32", "platform_system": "Windows", "os_name": "nt", "extra": ""}
+    waiting = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = {
+        "numpy": "numpy<2",  # wine 8 lacks a function that later ones call
+        "msvc-runtime": "msvc-runtime",
+    }
+    while waiting:
+        needed = Requirement(waiting.pop())
+        name = canonicalize_name(needed.name)
+        if name in found or (needed.marker is not None and not needed.marker.evaluate(environment)):
+            continue
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # a package for Windows only
+            found[name] = name
+        else:
+            found[name] = f"{name}=={installed.version.partition('+')[0]}"  # without torch's name of a build
+            waiting += installed.requires or []
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def windows_paceline(tmp_path_factory: pytest.TempPathFactory, windows_python: list[str]) -> list[str]:
+    """The command of Windows' Python with the kernels and the packages that paceline needs."""
+    folder, built = Path(windows_python[1]).parent, tmp_path_factory.mktemp("built")
+    pip(sys.version_info.minor, "install", "--no-compile", "--target", str(folder / "site"), *requirements_of_windows())
+    for library in (folder / "site").glob("*.dll"):  # Windows looks for them beside the program
+        library.rename(folder / library.name)
+    build._build(cross_compiler(built, "x86_64-windows-gnu"), built, build.SOURCES, ())
+    environment = {
+        "PACELINE_BUILD_DIR": f"Z:{built}",
+        "PACELINE_CACHE": f"Z:{built / 'cache'}",
+        "KMP_TOPOLOGY_METHOD": "flat",  # of torch's OpenMP: wine does not describe the processor's parts
+    }
+    return ["env", *(f"{name}={value}" for name, value in environment.items()), *windows_python]
+
+
+def lines_of(process: subprocess.Popen[str], *beginnings: str) -> list[str]:
+    """What a program says, in the lines that begin so. Fails with all of it if there are none."""
+    with process:
+        said = process.communicate()[0]
+    lines = [line.strip() for line in said.splitlines() if line.startswith(beginnings)]
+    assert lines, said
+    return lines
+
+
+def said_here(program: str, *arguments: str) -> list[str]:
+    """The lines that a program prints in this Python."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # it downloads torch for Windows, which wine loads in a minute or more
+@needs_zig
+@needs_wine
+def test_an_engine_on_windows_gives_the_tokens_of_linux(windows_paceline: list[str]) -> None:
+    """With torch for Windows and the kernels: greedy and drawn tokens, without and with a draft model."""
+    here = said_here(ENGINE)
+    assert here[0] == here[3] == "kernels True"
+    assert lines_of(begin(windows_paceline, ENGINE), "kernels", "tokens") == here
+
+
+COMMAND = "generate --chat --json --quiet --temperature 0 --max-tokens 64 --quantization int8 --threads 2"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_zig
+@needs_wine
+def test_the_command_line_on_windows_answers_like_linux(windows_paceline: list[str]) -> None:
+    """A GGUF file, which is packed; its tokenizer; its chat template, in a job object; n-gram lookup."""
+    path = real_models.find("smollm2-135m")
+    arguments = [*COMMAND.split(), "--prompt=Write a fable twice.", "--prompt=Why is the sky blue?"]
+    program = "import sys; from paceline.cli.main import app; app(sys.argv[1:])"
+
+    def answers(lines: list[str]) -> list[Any]:
+        return [[answer["token_ids"] for answer in json.loads(line)["outputs"]] for line in lines]
+
+    here = answers(said_here(program, *arguments, str(path)))
+    assert [len(tokens) for [tokens] in here] == [64, 64]
+    assert answers(lines_of(begin(windows_paceline, program, *arguments, f"Z:{path}"), "{")) == here

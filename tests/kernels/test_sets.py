@@ -27,7 +27,7 @@ ARM_COMPILER = "aarch64-linux-gnu-g++"
 QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 WITHOUT = "apt-get install qemu-user-static g++-aarch64-linux-gnu"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes of compilers on a busy machine
 
 
 def compiled(cxx: str, machine: str, folder: Path) -> Path:
