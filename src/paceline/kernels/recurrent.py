@@ -18,15 +18,14 @@ _State: TypeAlias = tuple[Tensor, Tensor]  # of one slot or of several: state an
 def run_rows(part: RowsPass, layer: int, mixer: RecurrentMixer, inputs: Tensor) -> Tensor:
     """Run a padded pass through a layer -> outputs [B, L, ...]. inputs [B, L, input_width]: the nodes' own.
 
-    Applies the inputs of the slots' last passes first, and stores the states after the certain nodes, on a GPU without
-    a read by the host. Outputs of padding are undefined.
+    Applies the inputs of the slots' last passes first, and stores the states after the certain nodes, without a read by
+    the host. Outputs of padding are undefined.
     """
     states, slots, parents = part.states, part.slots, part.parents
     append = torch.vmap(partial(_append, mixer))
     before = states.state[layer, slots], states.tail[layer, slots]
     after = _chosen(part.start == 0, (torch.zeros_like(before[0]), torch.zeros_like(before[1])), before)
-    most = states.kept if inputs.is_cuda else int(part.applied.max())
-    for place, earlier in enumerate(states.inputs[layer, slots, :most].unbind(1)):
+    for place, earlier in enumerate(states.inputs[layer, slots, : states.kept].unbind(1)):
         after = _chosen(part.applied > place, append(after, earlier)[1], after)
     stored, reached, outputs = after, [after], []  # reached: before the nodes, then after each; of a chain the last one
     for node, own in enumerate(inputs.unbind(1)):
