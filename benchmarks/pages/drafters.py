@@ -173,7 +173,7 @@ _WORK = {
     "changes": "twenty changes to one file, four at a time",
     "turns": "the same as twenty turns of a conversation",
     "stubs": "eight functions of eight samples each, T = 0.8",
-    "retrieval": "eight questions on one document, four at a time",
+    "questions": "two hundred questions on one document, four at a time",
     "chat": "sixteen open questions, four at a time",
 }
 
