@@ -172,7 +172,7 @@ def in_and_out_of_domain(run: str) -> Iterator[list[str]]:
 _WORK = {
     "changes": "twenty changes to one file, four at a time",
     "turns": "the same as twenty turns of a conversation",
-    "stubs": "eight functions of eight samples each, T = 0.8",
+    "humaneval": "HumanEval, eight samples of each of 164 problems, T = 0.8",
     "questions": "two hundred questions on one document, four at a time",
     "chat": "sixteen open questions, four at a time",
 }
