@@ -45,7 +45,8 @@ TEMPLATE = """
 {%- endfor %}<|im_start|>assistant
 """
 Script = Callable[[str, Sequence[str]], str]
-"""What the model answers: from the rendered prompt and the names of the tools that it may call."""
+"""What the model answers: from the rendered prompt and the names of the tools that it may call. Where a request forces
+a call, the words before it are left out, as the grammar that is not compiled here would have it."""
 
 
 def call(name: str, /, **arguments: Any) -> str:
@@ -67,7 +68,11 @@ def scripted(model: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Ite
     async def form(llm: LLM, requests: Sequence[Request], form: AnswerForm) -> Sequence[Request]:
         names = [] if form.chat is None else [tool.name for tool in form.chat.options.offered]
         prompts = [llm.requests.tokenizer.spell(request.prompt_token_ids) for request in requests]
-        return [_told(llm, request, script(prompt, names)) for request, prompt in zip(requests, prompts, strict=True)]
+        forced = form.chat is not None and form.chat.options.tool_choice.forces_call
+        answers = [script(prompt, names) for prompt in prompts]
+        if forced:
+            answers = [answer[max(answer.find("<tool_call>"), 0) :] for answer in answers]
+        return [_told(llm, request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     monkeypatch.setattr(dispatch, "structured", form)
     config = ServerConfig(port=0, served_model_name="scripted", max_body_bytes=2**24)
