@@ -14,7 +14,8 @@ separate: n samples of one prompt, all equally long: as one request, as n reques
 answers: requests whose drafts are copied from their own text only (prompt lookup), from the answers of their own
     request, or of all requests so far. Prompts are those of ``--set``; changes are twenty changes to one program, turns
     the same as the turns of one conversation, questions two hundred of one document (eight about each of 25 things in
-    it), humaneval the 164 problems of HumanEval. Each side starts with a new engine.
+    it), humaneval the 164 problems of HumanEval. Each side starts with a new engine. Only the last one keeps prefixes
+    for later requests, so where prompts begin alike compare the time of decoding.
 
 --counts: acceptance counts instead of times; with a number for -k they do not depend on timing. Sides take turns, the
 median of the repeats counts. Prompts are computed once per sample or request, as in the engine. The last line of stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.pages.runs import RESULTS, Text, listed, load, percent
+from benchmarks.pages.runs import RESULTS, Text, listed, load, percent, side
 
 _COLUMNS = [(shape, to) for shape in ("qwen2.5-1.5b", "smollm2-135m") for to in ("int8", "int4", "bf16")]
 _BEST = {"epyc-zen4": "avx512-vnni-bf16", "xeon-amx": "amx", "epyc-zen3": "avx2"}
@@ -88,3 +88,10 @@ def shares_of_limit(precision: str) -> str:
     """Shares of a Zen 4's limit in percent, for a decode step of 1, 4, 8 rows."""
     runs = [step("epyc-zen4", _BEST["epyc-zen4"], rows, 1, "qwen2.5-1.5b", precision) for rows in (1, 4, 8)]
     return listed([100 * run["of_floor"] for run in runs], ".0f") + " %"
+
+
+def mamba2() -> Iterator[list[str]]:
+    """Milliseconds of a decoding step of Granite 4 H Micro's shape, in torch and on the kernels."""
+    runs = [f"granite-4-h-micro-{how}-epyc-zen4" for how in ("before", "bf16", "int8")]
+    for rows in (1, 4, 8):
+        yield [str(rows), *(f"{side(run, 'plain', rows)['ms_per_token']:.0f}" for run in runs)]
