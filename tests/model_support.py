@@ -259,6 +259,18 @@ def tiny(kind: str, fields: dict[str, Any], dtype: torch.dtype = torch.float32, 
     return model.to(dtype)
 
 
+def assert_same_model(file: Source, original: Source) -> None:
+    """Both have one description and the same weights, to the bit."""
+    found, wanted = open_checkpoint(file), open_checkpoint(original)
+    assert found is not None
+    assert wanted is not None
+    assert found.spec == wanted.spec
+    ours, theirs = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=0, msg=name)
+
+
 @reads_model
 def packed(
     source: ResolvedSource,

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gguf_support import finish
-from model_support import packed
+from model_support import assert_same_model, packed
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.load.loading import load_model, open_checkpoint
+from paceline.models.load.loading import load_model
 from recurrent_support import LFM2_SIZES, on_kernels, tiny_lfm2
 from toy import VOCAB
 
@@ -74,15 +74,7 @@ def write(path: Path, theirs: PreTrainedModel, key_heads: int = 2) -> Path:
 def test_a_gguf_file_gives_the_model_of_its_original(sizes: str, tmp_path: Path) -> None:
     theirs = tiny_lfm2(2, **LFM2_SIZES[sizes])
     theirs.config.norm_eps = 2.0**-17  # files have it in float32
-    path = write(tmp_path / "model.gguf", theirs)
-    found, original = open_checkpoint(path), open_checkpoint(theirs)
-    assert found is not None
-    assert original is not None
-    assert found.spec == original.spec
-    tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
-    assert tensors.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        torch.testing.assert_close(tensors[name], weight, rtol=0, atol=0, msg=name)
+    assert_same_model(write(tmp_path / "model.gguf", theirs), theirs)
 
 
 def test_an_impossible_number_of_key_heads_in_one_layer_is_refused(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gguf_support import begun, finish
-from model_support import NATIVE, packed, tiny
+from model_support import NATIVE, assert_same_model, packed, tiny
 from paceline.errors import ModelFormatError
 from paceline.kernels import native
-from paceline.models.load.loading import load_model, open_checkpoint
+from paceline.models.load.loading import load_model
 
 _DRAFT_HEADS = 3  # of every published checkpoint
 
@@ -90,14 +90,7 @@ def write(path: Path, theirs: PreTrainedModel, *, newer: bool = True, keys_of_wi
 @pytest.mark.parametrize("newer", [False, True])
 def test_a_gguf_file_gives_the_model_of_its_original(newer: bool, tmp_path: Path) -> None:
     theirs = tiny_mimo(attention_value_scale=0.5) if newer else tiny_mimo()
-    found, original = open_checkpoint(write(tmp_path / "tiny.gguf", theirs, newer=newer)), open_checkpoint(theirs)
-    assert found is not None
-    assert original is not None
-    assert found.spec == original.spec
-    tensors, wanted = (each.tensors(torch.float32, torch.device("cpu")) for each in (found, original))
-    assert tensors.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        torch.testing.assert_close(tensors[name], weight, rtol=0, atol=0, msg=name)
+    assert_same_model(write(tmp_path / "tiny.gguf", theirs, newer=newer), theirs)
 
 
 @pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")

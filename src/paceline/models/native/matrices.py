@@ -27,22 +27,8 @@ from paceline.models.native.spec import spec_of
 
 # paceline's names of matrices that only multiply, or are read from their packed form
 _INPUTS = ("input_gate", "input_out", "input_project", "input_table")
-_LINEAR = frozenset(
-    {
-        "qkv",
-        "q_b",
-        "o",
-        "gate_up",
-        "down",
-        "experts_gate_up",
-        "experts_up",
-        "experts_down",
-        "latent_in",
-        "latent_out",
-        "head",
-        *_INPUTS,
-    }
-)
+_EXPERTS = ("experts_gate_up", "experts_up", "experts_down", "latent_in", "latent_out")
+_LINEAR = frozenset({"qkv", "q_b", "o", "gate_up", "down", "head", *_EXPERTS, *_INPUTS})
 
 FEW_NUMBERS = 1 << 16  # of a matrix: rounding them takes less than starting threads, 0.1 ms each
 
