@@ -30,14 +30,14 @@ from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.processors import ProcessedRow
-from paceline.core.rows import StepFeatures
+from paceline.core.rows import NOTHING, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.slots import Slots
 from paceline.core.values import DeviceAcceptance
 from paceline.drafters.heads.block_decoder import TorchBlock, TorchBlockDecoder
 from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
-from paceline.engine.rounds.device_drafters import DeviceDrafter, RoundRows, device_drafter
+from paceline.engine.rounds.device_drafters import DeviceDrafter, RoundRows, device_drafter, ngram_draft
 from paceline.engine.rounds.device_round import DeviceRound
 from paceline.engine.rounds.program import MaskedProgram, RoundProgram
 from paceline.engine.rounds.references import References
@@ -706,6 +706,28 @@ def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule
     with torch.inference_mode(), NoHostReads():
         program.run(3, 3, 64)
         program.run(3, 6, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
+
+
+def test_a_round_in_parts_is_the_whole_round() -> None:
+    """N-gram drafts replace the model's where the match is long enough, and the parts pass on which."""
+    programs, least = [runner(ReferenceOps(), RULES["synthetic"]).program for _ in range(2)], [1, 99, 2]
+    for program in programs:
+        program.drafter = device_drafter(program.target, program.drafter.decoder, program.batch, copies=True)
+        program.set_limits([3] * 3, least)
+    (whole, parted), replaced = programs, 0
+    masked = MaskedProgram(parted)
+    with torch.inference_mode():
+        for _ in range(8):
+            found = ngram_draft(whole.rows(3, NOTHING), 3, 64)[1].tolist()
+            record = whole.run(3, 3, 64)
+            masked.draft(3, 3, 64, NOTHING)
+            masked.verify(3, 3, 64)
+            assert torch.equal(masked.accept_and_commit(3, 3, NOTHING), record)
+            enough = [size if size >= needed else 0 for size, needed in zip(found, least, strict=True)]
+            assert record[:, -1].tolist() == enough
+            replaced += sum(map(bool, enough))
+            assert torch.equal(*(program.drafter.decoder.num_computed_tokens for program in programs))  # type: ignore[union-attr]
+    assert replaced > 3
 
 
 @pytest.mark.parametrize("k", [1, 7])

@@ -155,7 +155,7 @@ class ChainDrafter(DeviceDrafter):
     def observe(self, rows: RoundRows, draft: DraftTensors, record: Tensor) -> None:
         """Cut the draft model's cache to the text before the round and the accepted draft tokens that it has read."""
         kept = self.decoder.read_after(rows.before, self._num_read(rows, draft, record))
-        _set_num_computed(self.decoder, rows.state, torch.minimum(kept, rows.state.length - 1))
+        _set_num_computed(self.decoder, rows.state, kept)
 
     def _num_read(self, rows: RoundRows, draft: DraftTensors, record: Tensor) -> Tensor:
         """Return how many of each row's new tokens the draft model has read, [B]: it never reads its last draft token.
@@ -263,12 +263,13 @@ def catch_up(decoder: DraftDecoder, state: RowState, width: int, span: int) -> T
     """Feed the next ``width`` tokens of each row to a draft model. Returns the computed tokens [B] before."""
     computed = state.slots.of(decoder.num_computed_tokens)
     decoder.feed(state.text_from(computed, width), span, state.slots)
-    _set_num_computed(decoder, state, torch.minimum(computed + width, state.length - 1))
+    _set_num_computed(decoder, state, computed + width)
     return computed
 
 
 def _set_num_computed(decoder: DraftDecoder, state: RowState, computed: Tensor) -> None:
-    """Set the number of computed tokens [B] of live rows; idle rows may be in the middle of a prefill."""
+    """Set the computed tokens [B] of live rows, never the last one; idle rows may be in the middle of a prefill."""
+    computed = torch.minimum(computed, state.length - 1)
     known = state.slots.of(decoder.num_computed_tokens)
     is_live = torch.arange(state.rows, device=computed.device) < state.live
     decoder.num_computed_tokens[state.slots.where] = torch.where(is_live, computed, known)

@@ -59,11 +59,12 @@ class GraphPlace:
 
     name = "device"
     lag = 1
+    _why_not = staticmethod(why_no_graph_now)
 
     def __init__(self, device_round: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
         self.device_round, self._parts, self._scheduler = device_round, parts, scheduler
         self._drafter = device_round.drafter
-        self.why_not = partial(why_no_graph_now, parts, self._drafter.width)
+        self.why_not = partial(self._why_not, parts, self._drafter.width)
         # ``Sequence.stay`` of the rows in the last round with draft tokens; empty after a pause
         self._drafted: set[tuple[LiveSequence, int]] = set()
         self._plain_rounds = 0  # rounds without draft tokens since then
@@ -74,10 +75,7 @@ class GraphPlace:
         return MaskedGraphPlace(self.device_round, self._parts, self._scheduler)
 
     def capture_ahead(self, seconds: float, progress: Progress = iter, rows: int | None = None) -> Ahead | None:
-        """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured.
-
-        All rows are idle during a capture, so no row changes.
-        """
+        """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
         graphs = self.device_round.graphs
         if not graphs.captures:
             return None
@@ -135,10 +133,7 @@ class MaskedGraphPlace(GraphPlace):
     """
 
     lag = 0
-
-    def __init__(self, device_round: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
-        super().__init__(device_round, parts, scheduler)
-        self.why_not = partial(why_no_masked_graph_now, parts, self._drafter.width)
+    _why_not = staticmethod(why_no_masked_graph_now)
 
     def run(self, batch: Batch, plan: SpeculationPlan) -> RoundTicket:
         k, longest, features, missing = self._prepared(batch, plan)
