@@ -61,6 +61,11 @@ def reach(size: int, max_tokens: int = 3) -> int:
     return size + max_tokens + MAX_SPECULATION_LENGTH
 
 
+def ends_after(count: int) -> SamplingParams:
+    """Answers that might be of any length and end soon after so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=10**6, min_tokens=count, stop_token_ids=(5, 9))
+
+
 def memory_of(engine: Engine) -> int:
     return sum(taken(*decoder.cache.tables) for decoder in engine.parts.decoders)
 
@@ -75,7 +80,7 @@ def finish(engine: Engine) -> None:
 @pytest.mark.parametrize(("kind", "drafter"), [(ToyModel, None), (ToyModel, "model"), (FlatToy, "model")])
 def test_answers_do_not_depend_on_the_memory_limit_which_holds(kind: type[ToyModel], drafter: str | None) -> None:
     draw, shared = random.Random(7), prompt_of(400, 99)
-    sizes = [draw.choice([5, 40, 250, 500, 900, 1470]) for _ in range(12)]
+    sizes = [draw.choice([5, 40, 250, 500, 900, 1470]) for _ in range(8)]
     prompts = [[*shared[: size // 2], *prompt_of(size - size // 2, size % 5)] for size in sizes]
     params = [
         SamplingParams(temperature=1, seed=index, n=1 + index % 3, max_tokens=10**9 if size > 1300 else 8)
@@ -96,8 +101,7 @@ def test_answers_do_not_depend_on_the_memory_limit_which_holds(kind: type[ToyMod
 
 def test_rows_begin_while_all_can_grow_once_more_and_the_last_gives_way() -> None:
     """Memory of one whole row: 3 begin at 10 tokens and grow; the first never gives way, others go on where it ends."""
-    engine = short_engine([LONGEST])
-    params = SamplingParams(temperature=0, max_tokens=10**6)
+    engine, params = short_engine([LONGEST]), ends_after(800)
     outputs = [add(engine, 10, params, seed=seed) for seed in range(4)]
     step(engine)
     begun = len(engine.slots.used)
@@ -112,7 +116,7 @@ def test_rows_begin_while_all_can_grow_once_more_and_the_last_gives_way() -> Non
     engine.abort(waits.request_id)
     assert waits not in engine.scheduler.unfinished
     finish(engine)
-    whole = [output for output in outputs if output.outputs[0].finish_reason == "length"]
+    whole = [output for output in outputs if output.outputs[0].finish_reason == "stop"]
     assert len(whole) == 3
     roomy = make_engine(ToyModel(max_positions=LONGEST), max_model_len=LONGEST)
     assert answers(whole) == answers(run(roomy, [each.prompt_token_ids for each in whole], [params] * 3))
@@ -124,8 +128,7 @@ def test_rows_begin_while_all_can_grow_once_more_and_the_last_gives_way() -> Non
 
 
 def test_a_row_gives_way_to_urgent_ones_that_began_after_it() -> None:
-    engine = short_engine([LONGEST, 300])
-    params = SamplingParams(temperature=0, max_tokens=10**6)
+    engine, params = short_engine([LONGEST, 300]), ends_after(1030)
     patient, urgent = (add(engine, 10, params, seed=priority, priority=priority) for priority in (1, 0))
     step(engine)
     assert len(engine.slots.used) == 2
