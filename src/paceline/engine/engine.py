@@ -29,10 +29,12 @@ from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
+from paceline.engine.rounds.device_drafters import device_drafter
+from paceline.engine.rounds.device_round import DeviceRound
 from paceline.engine.rounds.graph import GraphPlace
 from paceline.engine.rounds.kernels import KernelsPlace, NativeRound
 from paceline.engine.rounds.loop import RoundLoop
-from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.program import RoundProgram
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
@@ -142,8 +144,9 @@ class Engine:
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
         rule = DeviceAcceptance(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
-        drafter = parts.drafter
-        return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
+        width, copies = parts.drafter.width, parts.drafter.copies
+        drafter = device_drafter(parts.target, draft, self.batch, width=width, copies=copies)
+        return DeviceRound(RoundProgram(parts.target, drafter, self.batch, rule))
 
     def _uses_device_rounds(self) -> bool:
         """Whether rounds run on the device. The length policy is checked once it exists.
