@@ -6,9 +6,9 @@ import atexit
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -28,25 +28,33 @@ import typer.testing
 from typer.main import get_command
 
 import shared
-from paceline.engine.utilisation import arithmetic_of
+from paceline.engine import utilisation
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
 from paceline.models.files import hub
+from paceline.structured import grammars
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.translation import translation
+from paceline.structured.trial import TrialJob
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
 gc.disable()  # until all tests are collected, because none of their objects is garbage
 
 
-def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
-    return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
+def _few_runs(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
+    """The least and the most rows and 0 and 3 draft tokens, each twice: an eighth of the runs of an engine's start."""
+    grid = coarse(capacity, **options)
+    sizes, lengths = {grid.batch_sizes[0], grid.batch_sizes[-1]}, grid.lengths[::2]
+    return replace(grid, batch_sizes=tuple(sorted(sizes)), lengths=lengths, seconds=0.0, repeats=2)
 
 
 # Else every call of a command builds all of them anew, for 25 ms.
 typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # Measurements of the machine are short, because no test depends on how exact they are.
-arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
-Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assignment]
+utilisation.arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
+utilisation._WIDTH = 64  # a product of the usual width takes 40 ms
+Grid.coarse = staticmethod(_few_runs)  # type: ignore[method-assign,assignment]
 
 
 def _hasten_tritons_interpreter() -> None:
@@ -140,6 +148,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Translate structures in this process, without the trial in another one, which takes 0.1 s and has own tests."""
+
+    def translated(job: TrialJob, limits: GrammarLimits, _stopped: object) -> tuple[str, Sequence[str]]:
+        found = translation(limits=asdict(limits), **asdict(job))
+        return found.grammar, found.notes
+
+    monkeypatch.setattr(grammars, "try_out", translated)
 
 
 @pytest.fixture

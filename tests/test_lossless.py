@@ -37,9 +37,9 @@ from paceline.core.sampling import noise_key, noisy_argmax
 from paceline.core.values import Accepted, Purpose
 from paceline.drafters import Drafter
 from paceline.drafters.heads.decoder import HeadModel
-from paceline.engine import slot_allocator
+from paceline.engine import slot_memory
 from paceline.engine.engine import Engine, Request
-from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.slot_memory import SlotMemory
 from paceline.errors import ParameterError
 from paceline.kernels import cpu, native
 from paceline.lengths import LengthPolicy
@@ -508,14 +508,14 @@ def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
     model: str, drafter: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten requests on five rows, in memory for one row at its longest and two short ones."""
-    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)  # rows begin that cannot grow beside others
+    monkeypatch.setattr(slot_memory, "STRETCH", 1)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)  # rows begin that cannot grow beside others
     options = {"max_batch_size": 5, "prefill_chunk": 9, "prefix_memory": memory}
     engine = speculative_engine(model, drafter, "random", "long", **options)
     bytes_for = engine.room.bytes_for
-    engine.slots.room = replace(engine.room, limit=bytes_for(engine.max_model_len) + 2 * bytes_for(60))
+    engine.slots.memory.room = replace(engine.room, limit=bytes_for(engine.max_model_len) + 2 * bytes_for(60))
     engine.slots.forget()  # it sets the slots' sizes
-    assert engine.slots.room.is_short
+    assert engine.slots.memory.room.is_short
     outputs = run(engine, PROMPTS, ALL_LONG)
     assert answers(outputs) == plain_and_long(model)
     alone = make_engine(MODELS[model](), eos=EOS, kv_cache_dtype=KV_DTYPES.get(model, "auto"))
@@ -523,7 +523,7 @@ def test_rows_that_give_way_and_are_read_again_equal_plain_decoding(
     assert [each.logprobs for each in outputs[1].outputs] == [each.logprobs for each in scored.outputs]
     costs = [answer.metrics for output in outputs for answer in output.candidates]
     assert engine.scheduler.preemptions == sum(cost.preempted for cost in costs) > 1
-    assert engine.scheduler.recomputed_tokens == sum(cost.recomputed_tokens for cost in costs) > 0
+    assert engine.scheduler.prefill.recomputed_tokens == sum(cost.recomputed_tokens for cost in costs) > 0
 
 
 @needs_kernels

@@ -65,7 +65,7 @@ from toy import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = [[(7 * i + 3 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 9, 2, 17, 5, 30, 3))]
+PROMPTS = [[(7 * i + 3 * row) % VOCAB for i in range(size)] for row, size in enumerate((1, 9, 2, 17, 5))]
 PARAMS = [SamplingParams(temperature=0, max_tokens=5 + 2 * row, n=1 + 2 * (row == 3)) for row in range(len(PROMPTS))]
 
 
@@ -157,7 +157,7 @@ def test_draft_tokens_equal_the_reference_whatever_the_other_rows(model: str, ch
     engine.use_policy(RandomLength(seed=chunk))
     watched = Watched(engine, target, head)
     run(engine, PROMPTS, PARAMS)
-    assert watched.compared["draft tokens"] > 100
+    assert watched.compared["draft tokens"] > 50
     assert watched.compared["short"] > 0
 
 
@@ -234,7 +234,7 @@ def test_a_device_draws_what_the_reference_does(
 
     monkeypatch.setattr(ChainDrafter, "draft", check)
     run(engine, PROMPTS, PARAMS)
-    assert compared["draft tokens"] > 100
+    assert compared["draft tokens"] > 50
     assert compared["short"] > 0
 
 
@@ -243,15 +243,15 @@ def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str
     target = tiny_llama()
     head = KINDS[kind](target, 32)
     engine = make_engine(target, head, drafter="feature")
-    watched, lengths = Watched(engine, target, head), [0] * 20 + [3] * 3 + [0] * 2 + [3] * 100
+    watched, lengths = Watched(engine, target, head), [0] * 12 + [3] * 3 + [0] * 2 + [3] * 100
 
     class Scheduled(FixedLength):
         def choose(self, batch: Batch) -> SpeculationPlan:
             return SpeculationPlan(lengths.pop(0))
 
     engine.use_policy(Scheduled(3))
-    run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=36)] * 2)
-    assert watched.compared["draft tokens"] > 40
+    run(engine, [[1, 2, 3], [4, 5]], [SamplingParams(temperature=0, max_tokens=25)] * 2)
+    assert watched.compared["draft tokens"] > 25
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("feature", 3), *((kind, 1) for kind in [*KINDS][1:])])
@@ -295,7 +295,7 @@ def test_heads_with_a_longest_draft_make_no_more(kind: str) -> None:
         return draft
 
     engine.parts.drafter.propose = asked  # type: ignore[method-assign]
-    run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=40)] * 2)
+    run(engine, PROMPTS[1:3], [SamplingParams(max_tokens=20)] * 2)
     assert {k for more, k in drafted if more} == {LONGEST[kind]}
 
 
