@@ -50,6 +50,7 @@ from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.by_position import DEPTHS
+from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
 from paceline.models.decoding.decoder import Decoder
@@ -238,6 +239,14 @@ def test_a_round_whose_rows_have_all_ended_is_not_observed(when: str) -> None:
     assert all(any(note is known for known in chosen) for note in observed)
 
 
+@pytest.fixture
+def four_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the lengths of an engine's start, of which other tests leave out half."""
+    grid = Grid((1, 2), (0, 1, 3, 7), seconds=0.0, repeats=2, max_tokens=8)
+    monkeypatch.setattr(Grid, "coarse", lambda *_, **__: grid)
+
+
+@pytest.mark.usefixtures("four_lengths")
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, cut = list[tuple[int, int]](), set[tuple[int, int]]()
     run_round = DeviceRound.run
@@ -894,6 +903,7 @@ def test_a_round_of_experts_in_the_kernels_is_torchs_and_reads_nothing_from_the_
     assert read_record(record.tolist()) == expected
 
 
+@pytest.mark.usefixtures("four_lengths")
 def test_costs_of_ngram_drafts_are_measured_with_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture routes equal tokens to the same experts, and would read too few."""
     forward, drafts = Decoder.forward, list[Tensor]()
