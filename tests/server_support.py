@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import torch
+from fastapi.dependencies import models
 from openai import OpenAI
 
 from byte_model import byte_tokenizer as byte_tokenizer
@@ -134,5 +135,8 @@ def start(
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
+        for value in vars(models).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()  # FastAPI remembers routes, hence apps, which slow every garbage collection down
     assert not thread.is_alive()
     assert context.service.state == "stopped"
