@@ -620,10 +620,11 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
 
     drafter.draft = check  # type: ignore[method-assign]
     params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
-    outputs = run(engine, PROMPTS, params)
-    plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), PROMPTS, params)
+    prompts, params = PROMPTS[:7], params[:7]
+    outputs = run(engine, prompts, params)
+    plain = run(engine_on("host", model, drafter=None, num_speculative_tokens=0), prompts, params)
     assert answers(outputs) == answers(plain)
-    assert compared["places"] > 100
+    assert compared["places"] > 50
     assert sum(each.metrics.saved_by_sibling for output in outputs for each in output.outputs) > 0
 
 
