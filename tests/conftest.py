@@ -6,9 +6,9 @@ import atexit
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,10 @@ from paceline.engine import utilisation
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
 from paceline.models.files import hub
+from paceline.structured import grammars
+from paceline.structured.limits import GrammarLimits
+from paceline.structured.translation import translation
+from paceline.structured.trial import TrialJob
 
 torch.set_num_threads(1)  # tensors in tests are too small for several threads
 gc.disable()  # until all tests are collected, because none of their objects is garbage
@@ -144,6 +148,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Translate structures in this process, without the trial in another one, which takes 0.1 s and has own tests."""
+
+    def translated(job: TrialJob, limits: GrammarLimits, _stopped: object) -> tuple[str, Sequence[str]]:
+        found = translation(limits=asdict(limits), **asdict(job))
+        return found.grammar, found.notes
+
+    monkeypatch.setattr(grammars, "try_out", translated)
 
 
 @pytest.fixture

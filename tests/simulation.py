@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from batches import new_batch
 from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart, SpeculationPlan
 from paceline.core.draft import Draft, RoundTiming, Verdict
@@ -48,7 +49,7 @@ class Simulation:
     asked: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.capacity, 100_000, 4)
+        self.batch = new_batch(self.capacity, 100_000, 4)
         self.rng = random.Random(self.seed)
 
     def rows(self, count: int, context: int = 100) -> None:
@@ -142,7 +143,7 @@ class DraftSimulation:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.batch = Batch(self.rows, self.prompt + self.tokens, 4)
+        self.batch = new_batch(self.rows, self.prompt + self.tokens, 4)
         self.reader = Reader(self.rows, self.prompt if self.one_prompt else 0)
 
     def play(self, policy: LengthPolicy, draining: bool = False) -> float:

@@ -115,14 +115,15 @@ class FlatToy(ToyModel):
     def forward(self, nodes: Nodes, cache: KVCache, taps: Sequence[int] = ()) -> HiddenStates:
         tokens, rows, positions = (tensor[nodes.read :] for tensor in nodes[:3])
         slots, all_seen = self._slots(nodes)[nodes.read :], seen_by(nodes)[nodes.read :]
-        seen = [torch.tensor([*range(text), *tail]).clamp(max=cache.positions) for text, tail in all_seen]
+        seen = [(text, torch.tensor(tail).clamp(max=cache.positions)) for text, tail in all_seen]
         real = slots < cache.positions  # writes beyond a row's end are dropped
         total = torch.zeros(len(tokens), self.HEADS, self.head_dim, dtype=torch.float32)
         for layer in range(self.layers):
             code = self._code(layer, tokens[None], positions[None])[0].transpose(0, 1)
-            cache.values[layer][rows[real], :, slots[real]] = code[real]
-            for i, row in enumerate(rows.tolist()):
-                sums = cache.values[layer, row][:, seen[i]].sum(1)
+            values = cache.values[layer]
+            values[rows[real], :, slots[real]] = code[real]
+            for i, (row, (text, tail)) in enumerate(zip(rows.tolist(), seen, strict=True)):
+                sums = values[row, :, :text].sum(1) + values[row][:, tail].sum(1)
                 total[i] += (layer + 1) * sums.repeat_interleave(self.HEADS // self.kv_heads, 0)
         features = self._features(tokens[None], positions[None], taps)
         return HiddenStates(total.reshape(len(tokens), -1)[nodes.text :], None if features is None else features[0])

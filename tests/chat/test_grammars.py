@@ -31,6 +31,7 @@ from paceline.structured.grammars import Grammar, Grammars
 from server_support import byte_tokenizer
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 NUMBERS = {
     "type": "object",

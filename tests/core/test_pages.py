@@ -48,7 +48,7 @@ def check(cache: KVCache, texts: list[list[float]]) -> None:
 ACTIONS = ("grow", "grow", "cut", "fork", "keep", "erase", "resize")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_rows_that_share_pages_keep_their_own_texts(data: st.DataObject) -> None:
     cache = KVCache(SHAPES, ROWS, POSITIONS, paged=True)

@@ -78,7 +78,7 @@ row_strategy = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rows=st.lists(row_strategy, min_size=1, max_size=4), k=st.integers(0, 4), noise=st.integers(0, 10**6))
 def test_adjust_warp_distribution_and_draw_equal_the_slow_reference_at_every_position(
     rows: list[tuple[list[int], list[int], SamplingParams, int]], k: int, noise: int

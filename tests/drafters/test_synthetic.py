@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_draft_tokens_are_accepted_by_chance_whatever_they_are(rate: float, rounds: str) -> None:
     engine = make_engine(
         ToyModel(), ToyModel(table_seed=9), drafter="model", acceptance=f"synthetic:{rate}", benchmark=True,
-        num_speculative_tokens=3, rounds=rounds, attention="padded",
+        num_speculative_tokens=3, rounds=rounds, attention="padded", max_batch_size=12,
     )  # fmt: skip
     params = [SamplingParams(seed=i, max_tokens=80) for i in range(12)]
     metrics = [output.outputs[0].metrics for output in run(engine, [[1, 2]] * 12, params)]

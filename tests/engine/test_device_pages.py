@@ -21,10 +21,10 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.outputs import RequestOutput
 from paceline.core.paged_tables import PagedTables
-from paceline.engine import memory, slot_allocator
+from paceline.engine import memory, slot_memory
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
-from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.slot_memory import SlotMemory
 from paceline.models.base import AnyModel
 from toy import ToyModel, answers, make_engine, make_request, run
 
@@ -79,9 +79,9 @@ def step(engine: Engine) -> None:
 
 
 def plain_answers(asked: list[tuple[RequestOutput, SamplingParams]]) -> list[list[list[int]]]:
-    """Each request's answers by plain decoding of it alone, without prefixes of others."""
-    alone = engine_of(None, max_batch_size=1, prefix_cache=False, rounds="host")
-    return [answers(run(alone, [output.prompt_token_ids], [params]))[0] for output, params in asked]
+    """Each request's answers by plain decoding, without prefixes of others."""
+    plain = engine_of(None, max_batch_size=32, prefix_cache=False, rounds="host")
+    return answers(run(plain, [output.prompt_token_ids for output, _ in asked], [params for _, params in asked]))
 
 
 def chat(engine: Engine, seed: int, turns: int) -> int:
@@ -145,11 +145,11 @@ def test_rows_that_give_way_while_a_round_is_in_flight_equal_plain_decoding(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four rows begin that cannot all grow to their three pages."""
-    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    monkeypatch.setattr(slot_memory, "STRETCH", 1)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)
     engine = engine_of(drafter, 1.6)
-    params = [SamplingParams(temperature=1.0, max_tokens=160, seed=seed) for seed in range(5)]
-    asked = [(engine.add(Request(prompt_of(10, seed), each)), each) for seed, each in enumerate(params)]
+    params = [SamplingParams(temperature=1.0, max_tokens=80, seed=seed) for seed in range(5)]
+    asked = [(engine.add(Request(prompt_of(55, seed), each)), each) for seed, each in enumerate(params)]
     while engine.busy:
         step(engine)
     assert answers([output for output, _ in asked]) == plain_answers(asked)

@@ -272,10 +272,10 @@ def test_ngram_drafts_make_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-MANY = 9  # more than rows, so that rows leave and others start while trees are verified
+MANY = 6  # more than rows, so that rows leave and others start while trees are verified
 TREE_PROMPTS = [[(3 * row + 5 * i * i) % VOCAB for i in range(2 + 3 * row)] for row in range(MANY)]
 SAMPLING: dict[str, Callable[[int], SamplingParams]] = {
-    "greedy": lambda row: SamplingParams(temperature=0, max_tokens=20, seed=row),
+    "greedy": lambda row: SamplingParams(temperature=0, max_tokens=14 + row, seed=row),
     "penalties and cuts": lambda row: SamplingParams(
         temperature=(0.0, 0.6, 1.4)[row % 3],
         top_k=(0, 7)[row % 2],
@@ -315,18 +315,21 @@ def model_of(quantization: Quantization | None, cache: torch.dtype) -> NativeMod
     return model
 
 
-def engine_with_trees(model: NativeModel, kept: torch.dtype | None, shape: str, params: list[SamplingParams]) -> Engine:
-    """An engine that drafts trees. kept: dtype of the hidden states that a head reads; None for no head."""
+def engine_with_trees(
+    model: NativeModel, kept: torch.dtype | None, truth: Mapping[int, Sequence[int]], shape: str
+) -> Engine:
+    """An engine that drafts trees. kept: dtype of the hidden states that a head reads; None for no head.
+
+    truth: see ``truth_of``.
+    """
     head = None
     if kept is not None:
         head = NativeHead(tiny_feature_head(VOCAB, 72, (0, 1), dim=16).to(kept), "tiny head", (0, 1), POSITIONS)
     drafter = "ngram" if head is None else "feature"
-    engine = make_engine(model, head, drafter=drafter, num_speculative_tokens=9, prefill_chunk=16, max_model_len=64)
-    truth = truth_of(TREE_PROMPTS, params, answers(run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)))
+    options: dict[str, Any] = {"num_speculative_tokens": 9, "prefill_chunk": 16, "max_model_len": 64}
+    engine = make_engine(model, head, drafter=drafter, **options, prefix_memory=0)  # no slots beside the rows
     engine.parts.drafter.propose = SomeRight(truth, shape).propose  # type: ignore[method-assign]
     engine.expect(watched=False)  # a step is a round, the first one, too
-    for prompt, each in zip(TREE_PROMPTS, params, strict=True):
-        engine.add(make_request(prompt, each))
     return engine
 
 
@@ -365,7 +368,12 @@ def test_native_tree_rounds_equal_step_by_step_rounds(
     """Verdicts, texts, caches and hidden states are equal to the bit after every round, while rows come and go."""
     quantization, cache = stored
     model, params = model_of(quantization, cache), [SAMPLING[sampling](row) for row in range(MANY)]
-    engine, parts = (engine_with_trees(model, kept, shape, params) for _ in range(2))
+    plain = run(make_engine(model, max_model_len=64), TREE_PROMPTS, params)
+    truth = truth_of(TREE_PROMPTS, params, answers(plain))
+    engine, parts = (engine_with_trees(model, kept, truth, shape) for _ in range(2))
+    for prompt, each in zip(TREE_PROMPTS, params, strict=True):
+        for one in (engine, parts):
+            one.add(make_request(prompt, each))
     parts.rounds.choice.kernels, rounds = None, Counter[str]()
     native = native_round_of(engine)
     run_natively = native.run

@@ -178,10 +178,10 @@ def test_no_prefill_step_feeds_more_than_the_chunk() -> None:
 def test_the_samples_of_a_prompt_share_its_prefill(rows: int, chunk: int) -> None:
     engine = make_engine(ToyModel(), ToyModel(blur=0.3), drafter="model", max_batch_size=rows, prefill_chunk=chunk)
     spies = [Spy(decoder) for decoder in engine.parts.decoders]
-    output = run(engine, [[3] * 15], [SamplingParams(n=rows, max_tokens=30, seed=4)])[0]
+    output = run(engine, [[3] * 15], [SamplingParams(n=rows, max_tokens=12, seed=4)])[0]
     assert [spy.tokens for spy in spies] == [14, 14]
     assert [a.token_ids for a in output.outputs] == [
-        slow_answer(ToyModel(), [3] * 15, SamplingParams(max_tokens=30, seed=4), index) for index in range(rows)
+        slow_answer(ToyModel(), [3] * 15, SamplingParams(max_tokens=12, seed=4), index) for index in range(rows)
     ]
 
 
@@ -305,7 +305,7 @@ def test_the_integrity_check_notices_what_is_wrong() -> None:
             engine.scheduler.check_integrity()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_random_arrivals_aborts_and_deadlines_affect_no_other_request(seed: int) -> None:
     rng = random.Random(seed)

@@ -1,7 +1,10 @@
 import os
+import resource
 import subprocess
 import sys
+from functools import cache
 
+import psutil
 import pytest
 
 from paceline.errors import ParameterError
@@ -37,26 +40,28 @@ def test_an_unavailable_instruction_set_is_refused_not_replaced(monkeypatch):
     assert native.select("auto") is None
 
 
+@pytest.fixture
+def loaded_anew(monkeypatch):
+    """Let the test load the library again; the one that other tests have stays."""
+    for name in ("_load", "available"):
+        monkeypatch.setattr(native, name, cache(getattr(native, name).__wrapped__))
+
+
+@pytest.mark.usefixtures("loaded_anew")
 def test_a_missing_library_is_explained(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_BUILD_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
-    script = "from paceline.kernels import native; print(native.available(), native.why_none())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("() the C++ extension is not built")
+    assert native.available() == ()
+    assert native.why_none().startswith("the C++ extension is not built")
 
 
 @needs_extension
-def test_an_unusable_library_is_logged_and_models_run_in_torch(monkeypatch):
+@pytest.mark.usefixtures("loaded_anew")
+def test_an_unusable_library_is_logged_and_models_run_in_torch(monkeypatch, caplog):
     """Changed sources without a new build would otherwise only be noticed as slowness."""
-    monkeypatch.setenv("PYTHONPATH", str(build.PACKAGE.parents[1]))
-    script = (
-        "from paceline.kernels import abi; abi.INTERFACE = ''\n"
-        "from paceline.kernels import native; print(native.select('auto'), native.select('auto'))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "None None\n"
-    assert done.stderr.count("built from other sources") == 1
-    assert "models run in torch" in done.stderr
+    monkeypatch.setattr(native, "INTERFACE", "")
+    assert native.select("auto") is native.select("auto") is None
+    assert caplog.text.count("built from other sources") == 1
+    assert "models run in torch" in caplog.text
 
 
 def test_the_build_reports_a_missing_compiler(monkeypatch, tmp_path):
@@ -125,26 +130,17 @@ def test_a_compiler_that_does_not_know_the_flags_is_noticed():
     assert not build._knows(build.compiler() or "", ("-mno-such-instructions",))
 
 
-REFUSED = """
-import psutil, resource
-from paceline.kernels import native
-
-kernels = native.available()[0]
-limit = psutil.Process().memory_info().vms + (1 << 30)  # a thread's stack takes 2 MiB of it or more
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-try:
-    native.pool(kernels, 2000)
-except ValueError as error:
-    print(error)
-"""
-
-
 @needs_extension
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's own memory has no limit")
 def test_threads_that_the_system_refuses_are_an_error():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", REFUSED], env=env, capture_output=True, text=True)
-    assert done.stdout.startswith("threads=2000 is not allowed: fewer"), done.stderr
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + (1 << 30)  # a thread's stack takes 2 MiB of it or more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        with pytest.raises(ParameterError, match="threads=2000 is not allowed: fewer"):
+            native.pool(native.available()[0], 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 GUARDED = """

@@ -374,7 +374,7 @@ def test_engines_on_the_same_models_measure_only_once() -> None:
     assert len(again.models.costs) == 1
     table = next(iter(engine.models.costs.values()))
     assert all(ms > 0 for line in table.verify for ms in line)
-    assert table.batch_sizes == (1, 2, 4)
+    assert table.batch_sizes == (1, 4)
 
 
 def test_the_policy_learns_when_sequences_begin_and_end() -> None:
@@ -574,19 +574,20 @@ def tokens_a_second(make: Maker, model: Kind | None, copies: Kind | None, rows: 
     return mean(speeds)
 
 
-def fixed(k: int) -> Maker:
-    return lambda _: FixedLength(k)
+def best_fixed(chance: float, rows: int) -> Maker:
+    """The length with which a round gains most per millisecond, if so many draft tokens are accepted."""
+    return lambda _: FixedLength(best_length(PAIR, chance, rows))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("chance", "score"), [(0.8, 0.5), (0.6, 0.95), (0.3, 0.6)])
 def test_scores_without_information_match_the_best_fixed_length(chance: float, score: float, rows: int) -> None:
-    best = max(tokens_a_second(fixed(k), steady(chance, score), None, rows) for k in (0, 1, 2, 4))
+    best = tokens_a_second(best_fixed(chance, rows), steady(chance, score), None, rows)
     assert tokens_a_second(drafting, steady(chance, score), None, rows) > 0.94 * best
 
 
 def test_informative_scores_beat_every_fixed_length() -> None:
-    best = max(tokens_a_second(fixed(k), telling, None, 1) for k in (0, 1, 2, 3, 4, 6))
+    best = tokens_a_second(best_fixed(0.75 * 0.97 + 0.25 * 0.3, 1), telling, None, 1)
     assert tokens_a_second(drafting, telling, None, 1) > 1.05 * best
 
 
@@ -656,7 +657,7 @@ def test_what_wrong_hopes_cost_is_bounded_by_the_credit(source: str, rows: int) 
     """All draft tokens are wrong. The first rounds, which show it, are not on credit; a search takes 1 ms."""
     searches = source == "search"
     costs = CPU if searches else replace(PAIR, feed_tokens=(1,), feed=(0.0,))
-    simulation = DraftSimulation(costs, lambda _row: [(0.9, False)] * 8, rows, tokens=1500, look=float(searches))
+    simulation = DraftSimulation(costs, lambda _row: [(0.9, False)] * 8, rows, tokens=800, look=float(searches))
     policy = AutoLength(CostModel(costs), [] if searches else decoders(simulation.reader), searches)
     began, choose = [], policy.choose
     policy.choose = lambda batch: (began.append(simulation.now), choose(batch))[1]  # type: ignore[method-assign]

@@ -21,6 +21,6 @@ def speed_of(model: str, kernels: str, kind: str, rows: int, seeds: Sequence[int
 
 def test_eight_rows_whose_draft_tokens_hardly_pay_lose_next_to_nothing() -> None:
     """Stubs of both models: a draft token costs 0.85 to 0.98 of what it gains, and many rows copy at first."""
-    speeds = [speed_of(model, kernels, "stubs", 8, range(4)) for model in SHAPES for kernels in ("avx2", "avx512-bw")]
+    speeds = [speed_of(model, kernels, "stubs", 8, range(2)) for model in SHAPES for kernels in ("avx2", "avx512-bw")]
     assert min(speeds) > 0.965
     assert geometric_mean(speeds) > 0.975

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from chat_support import ADD, GEMMA_TEMPLATE, HARMONY_TEMPLATE, PING, save_chat_model
+from covering import in_pairs
 from paceline.chat.gemma import GEMMA4
 from paceline.chat.harmony import SPECIAL
 from paceline.chat.options import ChatOptions
@@ -26,7 +28,7 @@ from paceline.structured.phases import AnswerRules, PhasedConstraint, Thinking, 
 from server_support import byte_tokenizer, load
 
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_trials")
 
 VOCABULARY = 257
 NOT_THE_END = "any but the end"
@@ -299,30 +301,46 @@ STRUCTURE = StructuredOutputs(json={"enum": ["<|end|>", "<channel|>", '"', 10**9
 FORCED: dict[str, Any] = {"tools": [ADD, PING], "tool_choice": "required"}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, SamplingParams]:
-    """A model whose thoughts begin with several tokens, and parameters with which half of its answers have some."""
-    template, special, biases = FAMILIES[request.param]
-    path = save_chat_model(tmp_path_factory.mktemp("family") / request.param, template, special)
-    encode = Tokenizer.load(byte_tokenizer(special)).encode
-    likely = {encode(token)[0]: bias for token, bias in biases.items()}
-    return path, SamplingParams(n=8, seed=1, max_tokens=160, temperature=30.0, logit_bias=likely)
+ASKED: dict[str, tuple[StructuredOutputs | None, dict[str, Any]]] = {
+    "a structure": (STRUCTURE, {}),
+    "calls": (None, FORCED),
+    "calls or a structure": (STRUCTURE, {"tools": [ADD, PING]}),
+}
 
 
-@pytest.mark.parametrize(("width", "budget"), [(1, None), (3, None), (1, 6)])
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[LLM, SamplingParams]]:
+    """Makes a model whose thoughts begin with several tokens, and parameters with which half of its answers have some.
+
+    Each is made once.
+    """
+
+    @cache
+    def make(name: str) -> tuple[LLM, SamplingParams]:
+        template, special, biases = FAMILIES[name]
+        path = save_chat_model(tmp_path_factory.mktemp("family") / name, template, special)
+        encode = Tokenizer.load(byte_tokenizer(special)).encode
+        likely = {encode(token)[0]: bias for token, bias in biases.items()}
+        llm = load(path, drafter="ngram", num_speculative_tokens=5, max_batch_size=8)
+        return llm, SamplingParams(n=8, seed=1, max_tokens=160, temperature=30.0, logit_bias=likely)
+
+    return make
+
+
+@in_pairs(name=FAMILIES, asked=ASKED, way=[(1, None), (3, None), (1, 6)])
 def test_thoughts_that_begin_with_several_tokens_come_before_calls_and_structures(
-    family: tuple[str, SamplingParams], width: int, budget: int | None
+    family: Callable[[str], tuple[LLM, SamplingParams]], name: str, asked: str, way: tuple[int, int | None]
 ) -> None:
-    path, params = family
-    llm = load(path, drafter="ngram", num_speculative_tokens=5, speculation_width=width, max_batch_size=8)
-    plain, accepted = llm.plain(), 0
-    for wanted, fields in ((STRUCTURE, {}), (None, FORCED), (STRUCTURE, {"tools": [ADD, PING]})):
-        asked = replace(params, structured_outputs=wanted), {**fields, "max_thinking_tokens": budget}
-        answers, expected = (each.chat(HINTS, asked[0], use_tqdm=False, **asked[1])[0].outputs for each in (llm, plain))
-        assert [(each.text, each.token_ids) for each in answers] == [(each.text, each.token_ids) for each in expected]
-        accepted += sum(each.metrics.accepted for each in answers)
-        assert {check_parts(each, wanted, fields) for each in answers} >= {(True, True), (False, True)}
-    assert accepted
+    """way: the width of drafts, and the most tokens of thoughts."""
+    (llm, params), (width, budget), (wanted, fields) = family(name), way, ASKED[asked]
+    params, fields = replace(params, structured_outputs=wanted), {**fields, "max_thinking_tokens": budget}
+    answers, expected = (
+        each.chat(HINTS, params, use_tqdm=False, **fields)[0].outputs
+        for each in (llm.with_options(speculation_width=width), llm.plain())
+    )
+    assert [(each.text, each.token_ids) for each in answers] == [(each.text, each.token_ids) for each in expected]
+    assert {check_parts(each, wanted, fields) for each in answers} >= {(True, True), (False, True)}
+    assert sum(each.metrics.accepted for each in answers)
 
 
 def check_parts(answer: CompletionOutput, wanted: StructuredOutputs | None, fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -336,7 +354,7 @@ def check_parts(answer: CompletionOutput, wanted: StructuredOutputs | None, fiel
         assert bool(message.text) != bool(message.tool_calls)
         assert not message.text or json.loads(message.text) in json.loads(str(STRUCTURE.json))["enum"]
         assert not message.text or wanted is not None
-        assert not message.tool_calls or fields
+        assert not message.tool_calls or "tools" in fields
         assert all(call.complete and call.name in ("add", "ping") for call in message.tool_calls)
     return message.reasoning is not None, answer.finish_reason == "stop"
 

@@ -17,7 +17,7 @@ from paceline.llm import LLM
 from paceline.structured.schemas import grammar_of
 from server_support import load, save_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_trials")
 pytest.importorskip("llguidance", reason="structured outputs need the extra 'structured'")
 
 PERSON: dict[str, Any] = {

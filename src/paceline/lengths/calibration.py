@@ -102,7 +102,7 @@ Times: TypeAlias = Mapping[tuple[int, int], TimedRun]  # by rows and draft token
 
 
 class RoundRunner(Protocol):
-    """Runs whole rounds on a batch of its own (``rounds.program.DeviceRound``)."""
+    """Runs whole rounds on a batch of its own (``rounds.device_round.DeviceRound``)."""
 
     batch: Batch
 

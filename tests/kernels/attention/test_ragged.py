@@ -171,7 +171,7 @@ def test_a_tree_sees_the_text_and_its_ancestors_only(tiles: str, data: st.DataOb
 
 
 @pytest.mark.usefixtures("ordered_products")
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_deterministic_bits_do_not_depend_on_the_batch(data: st.DataObject) -> None:
     """A query alone, at k = 0, in a batch of one: the same bits as in a batch with a block of draft tokens."""
@@ -289,7 +289,7 @@ def test_long_chunks_of_deterministic_attention_take_bounded_memory_and_keep_the
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_tile_reads_no_keys_after_its_last_query_nor_before_its_firsts_window(tiles: str, window: int | None) -> None:
     """Masked values would still be multiplied by 0, and NaN x 0 is NaN."""
-    backend, new, dim = RaggedAttention(tiles=TILES[tiles]), 192, 16
+    backend, new, dim = RaggedAttention(tiles=TILES[tiles]), 128, 16
     q, (keys, values) = torch.randn(1, 1, new, dim), (torch.randn(1, 1, new + 1, dim) for _ in range(2))
     keys, q = keys.to(DEVICE), q.to(DEVICE)
     plan = backend.plan(torch.arange(new, device=DEVICE)[None], new)
@@ -334,24 +334,24 @@ def test_keys_and_values_in_scattered_pages_give_the_same_bits(
     tiles: str, kind: str, window: int | None, dtype: torch.dtype
 ) -> None:
     """Page 0, which stands for none, holds NaN. The reference gathers the pages."""
-    lengths, new = [130, 64, 9, 200], 6
-    cache = [stored(table, dtype) for table in ragged_cache(lengths, 2, 209, 16, 4, value_dim=20)]
-    backend, q = RaggedAttention(tiles=TILES[tiles]), torch.randn(4, 4, new, 16, device=DEVICE)
+    lengths, new = [70, 9, 100], 6
+    cache = [stored(table, dtype) for table in ragged_cache(lengths, 2, 109, 16, 4, value_dim=20)]
+    backend, q = RaggedAttention(tiles=TILES[tiles]), torch.randn(3, 2, new, 16, device=DEVICE)
     starts = torch.tensor(lengths, device=DEVICE)[:, None] - new
-    tree = Tree.of(torch.tensor([[-1, -1, 0, 2, 1]]).repeat(4, 1), torch.full((4,), 5))
+    tree = Tree.of(torch.tensor([[-1, -1, 0, 2, 1]]).repeat(3, 1), torch.full((3,), 5))
     where = starts + (torch.arange(new) if kind == "chain" else tree.depths).to(DEVICE)
     ancestors = None if kind == "chain" else tree.ancestors.to(DEVICE)
-    order, terms = torch.tensor([2, 0, 3, 1], device=DEVICE), AttentionTerms(window=window)
-    plans = [backend.plan(where[order], 210, None if ancestors is None else ancestors[order]) for _ in range(2)]
+    order, terms = torch.tensor([1, 2, 0], device=DEVICE), AttentionTerms(window=window)
+    plans = [backend.plan(where[order], 110, None if ancestors is None else ancestors[order]) for _ in range(2)]
     paged, pages = in_pages(cache, lengths)
     for plan in plans:
-        plan.cache_rows = Slots(order, live=torch.tensor([3], device=DEVICE))
+        plan.cache_rows = Slots(order, live=torch.tensor([2], device=DEVICE))
     plans[1].pages = pages
     side_by_side = backend.attend(q, cache[0], cache[1], plans[0], terms)
     assert torch.equal(backend.attend(q, paged[0], paged[1], plans[1], terms), side_by_side)
     without_0 = replace(plans[1], pages=pages - 1)
     expected = ReferenceAttention().attend(q, paged[0][1:], paged[1][1:], without_0, terms)
-    torch.testing.assert_close(side_by_side[:3], expected[:3], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(side_by_side[:2], expected[:2], atol=2e-5, rtol=2e-5)
 
 
 def test_splits_fill_the_last_wave() -> None:

@@ -1,23 +1,28 @@
 """Compile every kernel without a GPU; run by test_compile.py in a process that does not interpret kernels.
 
-    TRITON_INTERPRET=0 python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+    export TRITON_INTERPRET=0
+    cd tests/kernels/gpu
+    python compile_kernels.py --all --arch 80,89,90,100 --table ../../../docs/gpu-kernels.md --codes compiled.txt
 
 Prints a line for each kernel, its registers, bytes spilled and bytes of shared memory; the first that fails raises, as
 does one that needs more shared memory than a program may have. With --few, one or two shapes of each kernel: the first
-with given types of arguments is compiled to the end, the others by Triton's front end alone. With --families and names
-of them, their kernels, whose lines a table then gets anew. Kernels and counts are kept in Triton's cache
+with given types of arguments is compiled to the end, the others by Triton's front end alone, as are those whose code is
+in compiled.txt, the hashes of all kernels for sm_90 when the table was written. With --families and names of them,
+their kernels, whose lines a table then gets anew. Kernels and counts are kept in Triton's cache
 (``TRITON_CACHE_DIR``), so that a run which was interrupted goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ LARGEST_SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  #
 FEW, ARCH = False, 90
 EXIT = re.compile(r"^0x[0-9a-f]{5}94d 0x", re.MULTILINE)  # the instruction's code, in a line of four words
 COMPILED: set[tuple[object, ...]] = set()  # architectures, kernels and types of their arguments
+CODES: set[str] = set()  # of the kernels for sm_90 that this process has compiled
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 ALIGNED = ("_stride", "_row", "_head", "_token", "_position", "inputs", "outputs")  # of real models: multiples of 16
 
@@ -51,10 +57,12 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=hints)
     target, key = GPUTarget("cuda", ARCH, 32), (ARCH, kernel.fn.__name__, *types.values())
-    if FEW and key in COMPILED:
-        check_front_end(source, target, options)
+    code = code_of(source, target, options)
+    if FEW and (key in COMPILED or code in compiled_before()):
         return None
     COMPILED.add(key)
+    if ARCH == 90:
+        CODES.add(code)
     compiled = triton.compile(source, target=target, options=options)
     kept = Path(triton.knobs.cache.dir, f"{compiled.metadata.hash}.used.json")
     if not kept.exists():
@@ -62,13 +70,24 @@ def compile_kernel(kernel: Any, signature: dict[str, str], constants: dict[str, 
     return Used(**json.loads(kept.read_text()))
 
 
-def check_front_end(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> None:
-    """Raise the errors that Triton finds before it optimises: of names, types and shapes."""
+@cache
+def compiled_before() -> frozenset[str]:
+    return frozenset(Path(__file__).with_name("compiled.txt").read_text().split())
+
+
+def code_of(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> str:
+    """Hash of all that the compiler gets: a kernel as Triton's front end gives it, and options; and of its version.
+
+    Raises the errors that Triton finds before it optimises: of names, types and shapes.
+    """
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     parsed = backend.parse_options(options)
-    source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    functions = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source.make_ir(target, parsed, *functions, context)
+    text = f"{triton.__version__} {target} {sorted(options.items())} {module.str_nodebug()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def count(compiled: Any) -> Used:
@@ -559,8 +578,9 @@ architecture: sm_80 (A100), sm_89 (L4, RTX 4090), sm_90 (H100, H200), sm_100 (B2
 table is written by
 
 ```sh
-export TRITON_INTERPRET=0 PYTHONPATH=src
-python tests/kernels/gpu/compile_kernels.py --all --arch 80,89,90,100 --table docs/gpu-kernels.md
+export TRITON_INTERPRET=0 PYTHONPATH=$PWD/src
+cd tests/kernels/gpu
+python compile_kernels.py --all --arch 80,89,90,100 --table ../../../docs/gpu-kernels.md --codes compiled.txt
 ```
 
 A dash: the architecture has no instructions for the format (fp8 on sm_80).
@@ -603,6 +623,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size.add_argument("--all", action="store_true")
     parser.add_argument("--arch", default="90")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--codes", type=Path, help="file for the hashes of all kernels")
     parser.add_argument("--families", default="", help="these functions' kernels; the table's other lines stay")
     asked = parser.parse_args(arguments)
     FEW, by_arch = asked.few, {}
@@ -612,6 +633,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.table:
         before = asked.table.read_text().splitlines() if families else []
         asked.table.write_text(table(by_arch, [line for line in before if line.startswith("| `")]))
+    if asked.codes:
+        asked.codes.write_text("\n".join(sorted(CODES)) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.interpreter import GridExecutor
 
+from covering import in_pairs
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.launch import interpreted
 from paceline.kernels.gpu.linear import Linears
@@ -150,13 +151,15 @@ def kernels_of_a_layer(model: Transformer, rows: int, new: int, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
-@pytest.mark.parametrize("weights", ["same", "int8", "int4"])
-@pytest.mark.parametrize(("rows", "new", "most"), [(1, 1, 10), (8, 8, 10), (150, 1, 9)])
-@pytest.mark.parametrize("make", [tiny_llama, tiny_opt])
+@in_pairs(make=[tiny_llama, tiny_opt], tokens=[(1, 1, 10), (8, 8, 10), (150, 1, 9)], weights=["same", "int8", "int4"])
 def test_a_layer_takes_at_most_ten_kernels(
-    make: Any, rows: int, new: int, most: int, weights: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, tokens: tuple[int, int, int], weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine if attention has one split; in a plain round and in one that verifies."""
+    """Nine if attention has one split; in a plain round and in one that verifies.
+
+    tokens: rows, new tokens of each, and the most kernels.
+    """
+    rows, new, most = tokens
     model, linears = deepcopy(make()), Linears(weights)
     for owner, name in model._linears() if weights != "same" else ():
         dense = getattr(owner, name)

@@ -185,8 +185,9 @@ def test_float32_noise_is_within_its_bound_with_the_worst_logarithms(
     assert ends > GUMBEL_ERROR / 2  # else nothing was made worse
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
-@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0, 300.0])
+@pytest.mark.parametrize(
+    ("temperature", "spread"), [(1.0, 0.0), (5.0, 0.01), (1.0, 3.0), (0.3, 3.0), (5.0, 300.0), (0.3, 300.0)]
+)
 def test_random_lines_draw_what_float64_draws(temperature: float, spread: float) -> None:
     logits = spread * torch.randn(5, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     check(logits, noise_for(5, temperature), block=128)
@@ -206,7 +207,7 @@ def test_near_ties_are_decided_in_float64(temperature: float) -> None:
 @pytest.mark.parametrize("make", [nearly_tied, nearly_tied_and_coarse])
 @pytest.mark.usefixtures("as_bad_as_a_gpu")
 def test_near_ties_are_decided_correctly_with_the_worst_logarithms_and_coarse_sums(make: Any) -> None:
-    noise = noise_for(60)
+    noise = noise_for(30)
     check(make(noise, 64), noise)
 
 

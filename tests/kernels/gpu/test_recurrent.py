@@ -71,6 +71,7 @@ MIXERS: dict[str, Callable[[], RecurrentMixer]] = {
 }
 WAYS = {f"triton, {name}": (TritonSteps(), name) for name in MIXERS}
 WAYS |= {f"torch, {name}": (TorchSteps(), name) for name in MIXERS}
+ONE_OF_EACH_KIND = [way for way, (_, name) in WAYS.items() if name not in ("delta grouped", "delta two blocks")]
 
 
 def width_of(mixer: RecurrentMixer) -> int:
@@ -194,7 +195,7 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
     steps, name = WAYS[way]
     torch.manual_seed(seed)
     passes = Passes(steps, MIXERS[name](), random.Random(seed))
-    for _ in range(9):
+    for _ in range(6):
         slots = passes.chance.sample(range(SLOTS), passes.chance.randint(1, SLOTS))
         for slot in slots:
             if passes.chance.random() < 0.15:
@@ -205,7 +206,7 @@ def test_passes_give_what_a_walk_along_the_accepted_tokens_gives(way: str, seed:
             passes.verify(slots, tree=passes.chance.random() < 0.5)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ONE_OF_EACH_KIND)
 def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way: str) -> None:
     """A prompt is read beyond its window for its hidden states, and its text is cut afterwards."""
     steps, name = WAYS[way]
@@ -219,7 +220,7 @@ def test_after_more_tokens_than_a_window_a_text_goes_on_from_one_of_the_last(way
     passes.run([0, 2], [[-1], [-1, 0, 1]], text=False, tree=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ONE_OF_EACH_KIND)
 def test_an_idle_row_applies_its_accepted_inputs_when_it_goes_on_and_not_before(way: str) -> None:
     steps, name = WAYS[way]
     torch.manual_seed(0)
@@ -360,7 +361,7 @@ def test_a_hybrid_on_the_kernels_gives_the_hidden_states_of_torch() -> None:
 
     The last pass is a tree. Padding is not compared.
     """
-    model = in_torch(tiny_qwen3_5())
+    model = in_torch(tiny_qwen3_5(kinds="df"))
     on_kernels = copy(model)
     on_kernels.steps = TritonSteps()
     decoders = [Decoder(each, make_backend("ragged", torch.device("cpu")), 3, 40) for each in (model, on_kernels)]

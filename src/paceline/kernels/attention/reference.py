@@ -48,10 +48,12 @@ def visible_keys(plan: Plan, row: int, window: int | None) -> Tensor:
     visible = torch.zeros(plan.positions.shape[1], plan.longest, dtype=torch.bool, device=plan.positions.device)
     positions = plan.positions[row].tolist()
     for place, position in enumerate(positions):
-        keys = {at: at for at in range(position + 1)}  # slot -> position
-        if plan.ancestors is not None:
-            new = plan.ancestors[row, place].nonzero()[:, 0].tolist()
-            keys = {at: at for at in range(positions[0])} | {positions[0] + other: positions[other] for other in new}
-        near = [slot for slot, at in keys.items() if window is None or at > position - window]
-        visible[place, [slot for slot in near if slot < plan.longest]] = True
+        first = 0 if window is None else max(0, position - window + 1)  # position of the first visible key
+        if plan.ancestors is None:
+            visible[place, first : position + 1] = True
+            continue
+        visible[place, first : positions[0]] = True
+        new = plan.ancestors[row, place].nonzero()[:, 0].tolist()
+        slots = [positions[0] + other for other in new if positions[other] >= first]
+        visible[place, [slot for slot in slots if slot < plan.longest]] = True
     return visible
