@@ -113,7 +113,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(live: Live, monkeypatch: 
     live.wait_until_idle()
 
 
-@pytest.mark.parametrize("where", ["scheduler.Scheduler._start", "scheduler.collect", "scoring.token_logprobs"])
+@pytest.mark.parametrize("where", ["scheduler.Scheduler._start", "prefill.collect", "scoring.token_logprobs"])
 def test_failed_scoring_fails_its_prompts_and_the_next_are_scored(
     live: Live, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
