@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ServerConfig
+from paceline.core.outputs import RequestOutput
 from paceline.llm import LLM
 from paceline.server import ending, run
+from paceline.server.sockets import listen
 
 FATAL_TOKENS = 7  # the engine hangs once a request wants so many
 
@@ -20,14 +21,13 @@ def serve(model: str, hangs: str, port: Path) -> None:
     assert min(run.LAST_WORDS, run.LAST_STEP) > 0.5
     run.LAST_WORDS = run.LAST_STEP = 0.5  # type: ignore[assignment]  # seconds after the limit
     ending._ALARM = 30  # long, for a loaded machine: this tests the process's end, not the kernel's alarm
-    listen = run.listen
 
     def told(config: ServerConfig) -> Any:
         sockets = listen(config)
         port.write_text(str(sockets[0].getsockname()[1]))
         return sockets
 
-    run.listen = told
+    run.listen = told  # type: ignore[attr-defined]
     config = ServerConfig(port=0, shutdown_timeout=0.5, stall_timeout=0.5, log_format="json")
     run.serve(config, lambda: _load(model, hangs))
 
@@ -44,7 +44,7 @@ def _load(model: str, hangs: str) -> LLM:
         fatal.append(request.params.max_tokens == FATAL_TOKENS)
         return add(request)
 
-    def hanging() -> Sequence[Any]:
+    def hanging() -> list[RequestOutput]:
         if any(fatal):
             time.sleep(1000)  # as native code does: without the interpreter's lock
         return step()
