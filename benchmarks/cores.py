@@ -94,7 +94,8 @@ class Prediction:
 def finish(items: int, speeds: Sequence[float]) -> float:
     """Time at which threads of these speeds, in items a second, have computed all items (csrc/pool.h).
 
-    Each takes a quarter of what is left of its equal part, and half of what is left to another of its group.
+    Each takes a quarter of what is left of its equal part, half of the last 16, then half of what another of its group has
+    left.
     """
     count = len(speeds)
     left = [(thread + 1) * items // count - thread * items // count for thread in range(count)]
@@ -103,13 +104,9 @@ def finish(items: int, speeds: Sequence[float]) -> float:
         now, thread = heapq.heappop(free)
         first = thread // GROUP * GROUP
         group = range(first, min(first + GROUP, count))
-        if left[thread]:
-            source, size = thread, -(-left[thread] // 4)
-        else:
-            source = next((other for other in (*group[thread - first :], *group) if left[other]), thread)
-            size = -(-left[source] // 2)
+        source = next((other for other in (*group[thread - first :], *group) if left[other]), thread)
         end = max(end, now)
-        if size:
+        if size := -(-left[source] // (4 if source == thread and left[source] > 16 else 2)):
             left[source] -= size
             heapq.heappush(free, (now + size / speeds[thread], thread))
     return end

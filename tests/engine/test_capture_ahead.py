@@ -228,8 +228,8 @@ def test_requests_need_no_further_captures(machine: Machine, drafter: str, k: in
     assert machine.captures == known == len(graphs_of(engine).keys)
 
 
-@pytest.mark.parametrize(("model", "k"), [("toy", 0), ("toy", "auto"), ("llama", 4)])
-def test_outputs_are_the_same_after_captures(machine: Machine, model: str, k: int | str) -> None:
+@pytest.mark.parametrize(("model", "k"), [("toy", 0), ("toy", 2), ("llama", 4)])
+def test_outputs_are_the_same_after_captures(machine: Machine, model: str, k: int) -> None:
     """Includes prompts that reuse prefixes of free rows, some of which are full."""
     full = SamplingParams(max_tokens=500, ignore_eos=True, seed=3)
     found = []

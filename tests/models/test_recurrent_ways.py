@@ -242,7 +242,8 @@ def ways_with_head(**options: Any) -> dict[str, Way]:
 
 def ways_of(kind: str) -> dict[str, Way]:
     """All ways to run a kind of ``KINDS``."""
-    found = ways() | {"n-gram, alone": decoded(1, "ngram"), "trees": along_trees}
+    found = ways() | {"trees": along_trees}
+    found.pop("plain, together")  # which is how the truth is found
     on_device = {} if kind in WITH_EXPERTS else ways(**ON_DEVICE)
     if kind in WITH_OWN_HEAD:
         found |= ways_with_head()

@@ -123,7 +123,7 @@ def random_mixture(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_a_mixture_equals_its_experts_one_by_one(to: str, data: st.DataObject) -> None:
     """Odd numbers of tokens, of inputs and of outputs; experts without tokens, and with all of them."""
