@@ -178,7 +178,7 @@ def batch_of(llm: LLM, chance: random.Random, widths: Sequence[int]) -> LLM:
 def shrink_caches(engine: Engine, longest_rows: float) -> None:
     """Limit the caches of an idle engine to so many rows of the maximum length: other requests wait."""
     slots = engine.slots
-    slots.room = replace(engine.room, limit=int(longest_rows * engine.room.bytes_for(engine.batch.positions)))
+    slots.memory.room = replace(engine.room, limit=int(longest_rows * engine.room.bytes_for(engine.batch.positions)))
     slots.size_free_slots()
 
 

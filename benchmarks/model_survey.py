@@ -217,6 +217,12 @@ def saved(model_type: str, path: Path) -> Any:
     return model
 
 
+def difference_in_float32(model_type: str, path: Path) -> str | None:
+    """Save a model of the type; return what differs from transformers in float32, None if nothing does."""
+    wanted = _transformers_answers(saved(model_type, path))
+    return _difference(wanted, _own_answers(str(path), "float32")[0], TOLERANCE, texts=True)
+
+
 def tried(model_type: str) -> dict[str, Any]:
     """Try one model type. Returns its state and, where there is one, the reason."""
     if model_type in NOT_TRIED:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import paceline
 from paceline.config import EngineOptions, SamplingParams
 from paceline.engine.engine import Engine, Request
-from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.program import RoundProgram
 from paceline.kernels import native
 from paceline.kernels.abi import SIGNATURES
 from paceline.lengths.auto import AutoLength
@@ -103,7 +103,7 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if code is DeviceRound.program.__code__ and event in ("call", "return"):
+        if code is RoundProgram.run.__code__ and event in ("call", "return"):
             inside[0] = event == "call"
         if event == "call" and not inside[0] and code.co_filename.startswith(SOURCE):
             trace.python[code.co_filename.removeprefix(SOURCE)] += 1

@@ -28,7 +28,7 @@ import typer.testing
 from typer.main import get_command
 
 import shared
-from paceline.engine.utilisation import arithmetic_of
+from paceline.engine import utilisation
 from paceline.kernels import cpu
 from paceline.lengths.calibration import Grid
 from paceline.models.files import hub
@@ -41,16 +41,20 @@ torch.set_num_threads(1)  # tensors in tests are too small for several threads
 gc.disable()  # until all tests are collected, because none of their objects is garbage
 
 
-def _two_runs_of_each(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
-    return replace(coarse(capacity, **options), seconds=0.0, repeats=2, max_tokens=8)
+def _few_runs(capacity: int, coarse: Callable[..., Grid] = Grid.coarse, **options: bool) -> Grid:
+    """The least and the most rows and 0 and 3 draft tokens, each twice: an eighth of the runs of an engine's start."""
+    grid = coarse(capacity, **options)
+    sizes, lengths = {grid.batch_sizes[0], grid.batch_sizes[-1]}, grid.lengths[::2]
+    return replace(grid, batch_sizes=tuple(sorted(sizes)), lengths=lengths, seconds=0.0, repeats=2)
 
 
 # Else every call of a command builds all of them anew, for 25 ms.
 typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # Measurements of the machine are short, because no test depends on how exact they are.
-arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
-Grid.coarse = staticmethod(_two_runs_of_each)  # type: ignore[method-assign,assignment]
+utilisation.arithmetic_of.__defaults__ = (0.0,)  # seconds, for each bench
+utilisation._WIDTH = 64  # a product of the usual width takes 40 ms
+Grid.coarse = staticmethod(_few_runs)  # type: ignore[method-assign,assignment]
 
 
 def _hasten_tritons_interpreter() -> None:

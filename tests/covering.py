@@ -55,9 +55,14 @@ def pairwise(
     return cases
 
 
+def named(value: Any) -> str | None:
+    """The part of a test's id for a value: its name if it has one, as kernels do."""
+    return getattr(value, "name", None)
+
+
 def in_pairs(**factors: Iterable[Any]) -> pytest.MarkDecorator:
-    """Run a test with any two values of two factors; ids have the names of values that have one, as kernels do."""
-    return pytest.mark.parametrize(tuple(factors), pairwise(factors), ids=lambda value: getattr(value, "name", None))
+    """Run a test with any two values of two factors."""
+    return pytest.mark.parametrize(tuple(factors), pairwise(factors), ids=named)
 
 
 def in_turn(many: Iterable[Any], few: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from forked import Forked, paceline
 from polling import wait_until
 from web import client
 
@@ -30,11 +31,9 @@ class Served:
 
     def __init__(self, model: str, log: Path, *flags: str, engine: Sequence[str] = SMALL_ENGINE) -> None:
         self._log = log
-        command = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", "0"]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [*command, *engine, "--served-model-name", "tiny", "--log-format", "json", *flags], stderr=file
-            )
+        log.write_text("")
+        words = ["serve", model, "--port", "0", *engine, "--served-model-name", "tiny", "--log-format", "json", *flags]
+        self.process = Forked(paceline, words, stderr=log)
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: self._is_ready() or self.process.poll() is not None, "not ready", READY_SECONDS)

@@ -9,8 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import real_models
+from paceline.cli.main import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = {
@@ -34,6 +36,14 @@ def run_alone(name: str, folder: Path) -> str:
     return done.stdout
 
 
+def run_here(command: list[str], *, check: bool) -> None:
+    """``subprocess.run`` of a command of ours, in this process: starting another takes 4 s."""
+    assert check
+    assert command[:3] == [sys.executable, "-m", "paceline"]
+    result = CliRunner().invoke(app, command[3:])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.fixture(autouse=True)
 def model(caches_of_the_run: None) -> None:
     real_models.find("smollm2-135m")
@@ -43,8 +53,10 @@ def model(caches_of_the_run: None) -> None:
 def test_an_example_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """In this process, with the command that it may run; only a server has a process of its own."""
     if name == "server_and_client":
         pytest.importorskip("openai", reason="the example's client")
+    monkeypatch.setattr(subprocess, "run", run_here)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

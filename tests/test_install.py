@@ -158,7 +158,7 @@ print(*{"transformers.modeling_utils", "torch._dynamo"} & sys.modules.keys(), "a
 """
 EACH_IN_A_PROCESS = """
 import os, sys, traceback
-import torch  # what takes long, once for all
+import torch, paceline.cli.main  # what takes long, once for all
 for package, code in CASES:
     child = os.fork()
     if not child:

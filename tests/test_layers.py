@@ -63,11 +63,19 @@ def package_of(root: Path) -> str:
     return ".".join(root.parts[-1 - root.parts[::-1].index("paceline") :])
 
 
+def statements_in(block: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a module, function, branch or handler, those of inner blocks included."""
+    for node in ast.iter_child_nodes(block):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node
+            yield from statements_in(node)
+
+
 def imported_modules(path: Path, root: Path) -> Iterator[str]:
     """Dotted names of this package's modules that a file imports, as seen from the root: "models.files.hub"."""
     package = package_of(root)
     here = list(path.relative_to(root).with_suffix("").parts)
-    for node in ast.walk(tree_of(path)):
+    for node in statements_in(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -278,7 +286,7 @@ BASES = {"Drafter", "LengthPolicy"}
 def kinds_of(root: Path, bases: set[str]) -> set[str]:
     """The names of all classes below these, wherever they are."""
     trees = [tree_of(path) for path in root.rglob("*.py")]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees for node in statements_in(tree) if isinstance(node, ast.ClassDef)]
     found: set[str] = set()
     while True:
         more = {each.name for each in classes if {ast.unparse(base) for base in each.bases} & (bases | found)} - found
@@ -287,13 +295,19 @@ def kinds_of(root: Path, bases: set[str]) -> set[str]:
         found |= more
 
 
+def calls(node: ast.AST, *functions: str) -> bool:
+    """Whether an expression is a call of one of these functions."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
+
+
 def asked_for(path: Path, kinds: set[str]) -> list[str]:
     """Where a file asks whether something is of one of these classes: isinstance, or ``type(x) is``."""
     asked = []
     for node in ast.walk(tree_of(path)):
-        call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
-        compare = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
-        if (call or compare) and {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & kinds:
+        compare = isinstance(node, ast.Compare) and calls(node.left, "type")
+        if (compare or calls(node, "isinstance", "issubclass")) and {
+            each.id for each in ast.walk(node) if isinstance(each, ast.Name)
+        } & kinds:
             asked.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
     return asked
 

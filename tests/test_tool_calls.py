@@ -29,8 +29,8 @@ def check(name: str, tools: Sequence[ToolDefinition], samples: int) -> None:
 
 
 @pytest.mark.usefixtures("caches_of_the_run")
-def test_twenty_forced_calls_of_smollm2_are_valid_and_lossless() -> None:
-    check("smollm2-135m", [TOOLS[n] for n in (2, 12, 14, 30)], 5)
+def test_six_forced_calls_of_smollm2_are_valid_and_lossless() -> None:
+    check("smollm2-135m", [TOOLS[n] for n in (2, 12, 30)], 2)
 
 
 @pytest.mark.slow

@@ -19,7 +19,9 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch, RowStart
 from paceline.core.pages import pages_for
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.device_drafters import device_drafter
+from paceline.engine.rounds.device_round import DeviceRound
+from paceline.engine.rounds.program import RoundProgram
 from paceline.errors import PacelineError
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu.graphs import Graphs, Ticket
@@ -82,7 +84,8 @@ class Stage:
         self._fill(target.vocab_size)
         self._capture = capture and setting.attention != "split"  # split attention needs sizes from the host
         rule = DeviceAcceptance(synthetic=setting.rate if setting.width == 1 else None)
-        self.round = DeviceRound(self.target, self._draft, self.batch, rule, capture=self._capture, width=setting.width)
+        drafter = device_drafter(self.target, self._draft, self.batch, width=setting.width)
+        self.round = DeviceRound(RoundProgram(self.target, drafter, self.batch, rule), capture=self._capture)
 
     def _fill(self, vocab_size: int) -> None:
         """Random text; greedy decoding without an end."""

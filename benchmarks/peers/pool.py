@@ -96,7 +96,7 @@ class Worker:
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
-            raise WorkerLostError(f"no answer within {seconds:.0f} s") from None
+            raise WorkerLostError(f"no answer within {seconds:g} s") from None
         if line is None:
             raise WorkerLostError(self._obituary())
         answer: dict[str, Any] = json.loads(line)

@@ -139,12 +139,12 @@ def test_the_last_line_is_the_document_with_only_the_gpu_packages_installed(tmp_
 @pytest.mark.usefixtures("once")
 def test_transformers_decodes_the_same_sizes_in_turn(tmp_path: Path) -> None:
     output = tmp_path / "transformers.json"
-    options = ["--device", "cpu", "--tiny", "--rows", "2", "--tokens", "16", "--output", str(output)]
+    options = ["--device", "cpu", "--tiny", "--rows", "2", "--tokens", "6", "--output", str(output)]
     result = CliRunner().invoke(app, ["transformers", *options])
     assert result.exit_code == 0, result.output
     document = json.loads(output.read_text())
     assert document["acceptance"] == "synthetic"
     (case,) = document["cases"]
-    assert (case["rows"], case["tokens"]) == (2, 16)
+    assert (case["rows"], case["tokens"]) == (2, 6)
     assert case["tokens_a_second"].keys() == {"plain", "auto", "transformers"}
     assert min(case["tokens_a_second"].values()) > 0

@@ -79,9 +79,9 @@ def test_a_peer_that_fails_is_in_the_results_with_its_error(bench, how: str, bat
 
 
 def test_a_call_that_times_out_ends_its_worker(bench) -> None:
-    found = cells(bench("hangs", arguments="--repeats 1 --modes plain --call-seconds 1 --batches 1,2,4"))
+    found = cells(bench("hangs", arguments="--repeats 1 --modes plain --call-seconds 0.5 --batches 1,2,4"))
     errors = [found["hangs", "plain", batch]["error"] for batch in (1, 2, 4)]
-    assert errors == ["no answer within 1 s"] * 2 + ["its worker was lost 2 times before"]
+    assert errors == ["no answer within 0.5 s"] * 2 + ["its worker was lost 2 times before"]
 
 
 def test_without_time_repeats_are_dropped_before_configurations(bench, monkeypatch) -> None:

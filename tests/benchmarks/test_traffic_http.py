@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from paceline.errors import PacelineError, ParameterError
 from polling import PATIENCE
 
 LOAD = Load(requests=4, interval=0.01, cv=1.0, tokens=6, max_batch_size=0)
-PAUSE = 0.03  # seconds between two chunks
+PAUSE = 0.01  # seconds between two chunks
 
 
 class Fake(ThreadingHTTPServer):
@@ -86,12 +87,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def answering(server: Fake) -> Iterator[None]:
+    threading.Thread(target=server.serve_forever, args=(0.005,), daemon=True).start()
+    yield
+    server.shutdown()
+
+
 @pytest.fixture
 def fake() -> Iterator[Fake]:
-    with Fake() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Fake() as server, answering(server):
         yield server
-        server.shutdown()
 
 
 def test_every_policy_sends_every_request_with_its_own_limit(fake: Fake, tmp_path: Path) -> None:
@@ -115,11 +121,9 @@ def test_every_policy_sends_every_request_with_its_own_limit(fake: Fake, tmp_pat
 
 
 def test_each_policy_runs_on_its_server_and_repeats_begin_with_another(fake: Fake) -> None:
-    with Fake() as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+    with Fake() as other, answering(other):
         policies = served([f"auto={fake.url}", f"two={other.url}@2"])
         results = list(measure(policies, ["busy"], LOAD, 2, lambda steps: steps))
-        other.shutdown()
     assert [(result.policy, len(result.means_of_all)) for result in results] == [("auto", 2), ("two", 2)]
     assert [body.get("num_speculative_tokens") for body in fake.bodies] == [None] * 8
     assert [body.get("num_speculative_tokens") for body in other.bodies] == [2] * 8
@@ -153,7 +157,7 @@ def test_requests_overlap(fake: Fake) -> None:
 
 def test_latency_includes_waiting_after_the_due_time(fake: Fake) -> None:
     late = Load(requests=2, interval=0.2, cv=0.01, tokens=6, max_batch_size=0)
-    (plain, *_) = measure(served([fake.url]), ["steady"], late, 1, lambda steps: steps)
+    (plain,) = measure(served([f"plain={fake.url}@0"]), ["steady"], late, 1, lambda steps: steps)
     assert plain.seconds > 0.4
     assert plain.mean < plain.seconds - 0.25  # about 0.3 s on average before it was due do not count
 

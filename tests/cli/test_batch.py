@@ -9,8 +9,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from forked import Forked
+from forked import paceline as run_paceline
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence
 from paceline.errors import PacelineError, ParameterError
@@ -418,29 +418,28 @@ def test_no_answer_breaks_its_line_however_lines_are_told_apart() -> None:
 
 def test_an_interrupted_job_says_how_many_lines_are_done_and_how_to_go_on(tiny: str, tmp_path: Path) -> None:
     """It waits neither for the line that is being answered nor for more input."""
-    output = tmp_path / "out"
-    with _run(tiny, Path("-"), output) as process:
-        assert process.stdin is not None
-        assert process.stderr is not None
-        lines = [completion("short", "text"), completion("long", "text", max_tokens=450, ignore_eos=True)]
-        process.stdin.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        process.stdin.flush()  # and then waits, open
-        wait_until(lambda: _lines_in(output) >= 1 or process.poll() is not None)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
-        (told,) = process.stderr.read().decode().splitlines()
+    output, told_in = tmp_path / "out", tmp_path / "told"
+    told_in.touch()
+    os.mkfifo(tmp_path / "in")
+    process = Forked(run_paceline, _job(tiny, Path("-"), output), stdin=tmp_path / "in", stderr=told_in)
+    try:
+        with (tmp_path / "in").open("wb") as lines:
+            for line in (completion("short", "text"), completion("long", "text", max_tokens=450, ignore_eos=True)):
+                lines.write(json.dumps(line).encode() + b"\n")
+            lines.flush()  # and then waits, open
+            wait_until(lambda: _lines_in(output) >= 1 or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+    finally:
+        process.kill()
+    (told,) = told_in.read_text().splitlines()
     how = "the same command with --resume continues after them"
     assert told == f"interrupted: {_lines_in(output)} lines are in {output}; {how}"
 
 
-def _run(tiny: str, source: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "paceline.cli.main", "batch", str(source), str(output), tiny, *SEEDED, *flags]
-    command += ["-k", "4"]  # "auto" would measure this machine for seconds
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may inherit "ignore"
-    try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _job(tiny: str, source: Path, output: Path, *flags: str) -> list[str]:
+    """The words of a job; with "auto" it would measure this machine for seconds."""
+    return ["batch", str(source), str(output), tiny, *SEEDED, *flags, "-k", "4"]
 
 
 def _lines_in(path: Path) -> int:
@@ -458,13 +457,12 @@ def test_killed_five_times_at_random_and_resumed_it_is_the_unbroken_run(
     chance = random.Random(os.urandom(8))
     for _ in range(5):
         begun, more = _lines_in(output), chance.randrange(1, 70)
-        with _run(tiny, source, output, "--resume", *flags) as process:
-            wait_until(lambda: _lines_in(output) >= begun + more or process.poll() is not None)  # noqa: B023
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL, process.communicate()
+        process = Forked(run_paceline, _job(tiny, source, output, "--resume", *flags))
+        wait_until(lambda: _lines_in(output) >= begun + more or process.poll() is not None)  # noqa: B023
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
     assert _lines_in(output) < 400
-    with _run(tiny, source, output, "--resume", *flags) as process:
-        assert process.wait(300) == 0, process.communicate()
+    assert Forked(run_paceline, _job(tiny, source, output, "--resume", *flags)).wait(300) == 0
     assert set(Counter(entry["custom_id"] for entry in read(output)).values()) == {1}
     assert texts(output) == texts(whole)
     assert not flags or [entry["custom_id"] for entry in read(output)] == [line["custom_id"] for line in lines]

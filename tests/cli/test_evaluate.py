@@ -22,9 +22,9 @@ from paceline.tools.evaluation.sandbox import Sandbox
 CHECK = "def check(f):\n    assert f(1) == 2\n"
 PROBLEMS = [
     Problem(f"Test/{number}", f"def f(x):\n    return {2 + number % 2}  # {number} ", "f", CHECK, "")
-    for number in range(4)
+    for number in range(3)
 ]
-OPTIONS = ("--n", "1,3", "--max-tokens", "12", "--weak-sandbox", "--budgets", "1,2,5", "--dtype", "float32", "-q")
+OPTIONS = ("--n", "1,2", "--max-tokens", "12", "--weak-sandbox", "--budgets", "1,2,5", "--dtype", "float32", "-q")
 PLAIN = (*OPTIONS, "--drafter", "none")  # equal to the last bit: torch's sums depend on how many tokens a round has
 
 
@@ -49,26 +49,36 @@ def journal(directory: Path) -> list[Any]:
     return lines
 
 
-def test_one_run_writes_document_samples_journal_and_plot(paceline: Any, tiny: str, tmp_path: Path) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that plots were given."""
+    texts: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *given, **_: texts.append(given[3]))
+    return texts
+
+
+def test_one_run_writes_document_samples_journal_and_plot(
+    paceline: Any, tiny: str, tmp_path: Path, drawn: list[str]
+) -> None:
     out = tmp_path / "out"
     result = paceline("eval", "humaneval", tiny, "--drafter", "ngram", "-k", "2", *OPTIONS, "--output", str(out))
     assert result.exit_code == 0, result.output
+    assert "no answer passed" not in result.stderr
+    assert drawn == []
     document = json.loads(result.stdout.splitlines()[-1])
     assert document == json.loads((out / "humaneval.json").read_text())
     assert document["sandbox"]["holds"]
     assert document["texts_changed_by_speculation"] == 0
     assert document["machine"]["cores"] >= 1
     assert [(configuration["mode"], configuration["n"]) for configuration in document["results"]] == [
-        ("plain", 1), ("k=2", 1), ("plain", 3), ("k=2", 3),
+        ("plain", 1), ("k=2", 1), ("plain", 2), ("k=2", 2),
     ]  # fmt: skip
     for configuration in document["results"]:
         assert [reading["budget"] for reading in configuration["at"]] == [1, 2, 5, None]
-        assert 0 < configuration["at"][-1]["all"]["mean"] <= 0.5, (
-            "every second problem's prompt is right, the others are wrong"
-        )
+        assert 0 < configuration["at"][-1]["all"]["mean"] <= 2 / 3, "the second problem's prompt is wrong"
         assert configuration["curve"]["all"] == sorted(configuration["curve"]["all"])
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert [sample["task_id"] for sample in samples] == [p.task_id for p in PROBLEMS for _ in range(3)]
+    assert [sample["task_id"] for sample in samples] == [p.task_id for p in PROBLEMS for _ in range(2)]
     assert {type(sample["completion"]) for sample in samples} == {str}
     assert (out / "humaneval.png").read_bytes().startswith(b"\x89PNG")
 
@@ -96,7 +106,8 @@ def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
     paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(whole)).exit_code == 0
+    line = ("eval", "humaneval", tiny, *PLAIN, "--n", "2")
+    assert paceline(*line, "--output", str(whole)).exit_code == 0
     run, runs = Sandbox.run, 0
 
     def interrupted(*arguments: Any) -> Any:
@@ -108,17 +119,17 @@ def test_an_interrupted_run_is_gone_on_with_and_equals_an_unbroken_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(Sandbox, "run", interrupted)
-        assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken)).exit_code == 130
+        assert paceline(*line, "--output", str(broken)).exit_code == 130
     assert journal(broken) == journal(whole)[:2]
     with (broken / "journal.jsonl").open("a") as file:
         file.write('{"task_id": "Test/2", "si')  # as a kill while writing leaves it
-    again = paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken))
+    again = paceline(*line, "--output", str(broken))
     assert again.exit_code == 2
     assert "--resume" in again.stderr
-    assert paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(broken), "--resume").exit_code == 0
+    assert paceline(*line, "--output", str(broken), "--resume").exit_code == 0
     assert journal(broken) == journal(whole)
     assert (broken / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    other = paceline("eval", "humaneval", tiny, *PLAIN, "--seed", "5", "--output", str(broken), "--resume")
+    other = paceline(*line, "--seed", "5", "--output", str(broken), "--resume")
     assert other.exit_code == 2
     assert "seed" in other.stderr
 
@@ -130,7 +141,7 @@ def test_without_draft_tokens_there_is_one_side(paceline: Any, tiny: str, tmp_pa
     document = json.loads(result.stdout.splitlines()[-1])
     assert [(configuration["mode"], configuration["n"]) for configuration in document["results"]] == [
         ("plain", 1),
-        ("plain", 3),
+        ("plain", 2),
     ]
 
 
@@ -169,22 +180,19 @@ def test_answers_that_the_budget_cuts_do_not_count_and_are_not_run(paceline: Any
     assert {answer["result"] for answer in answers} == {"cut by the budget"}
 
 
-@pytest.mark.parametrize(("right", "warned"), [(2, False), (3, True)])
 def test_it_is_said_when_no_answer_passed(
-    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: int, warned: bool
+    paceline: Any, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[str]
 ) -> None:
     """Else the plot's curves lie on its axis, and it looks as if nothing had been drawn."""
-    drawn: list[str] = []
-    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda *given, **_: drawn.append(given[3]))
-    only = Problem("Test/0", f"def f(x):\n    return {right}  # ", "f", CHECK, "")
+    only = Problem("Test/0", "def f(x):\n    return 3  # ", "f", CHECK, "")
     monkeypatch.setattr(module, "human_eval", lambda: [only])
     result = paceline("eval", "humaneval", tiny, *PLAIN, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
-    said = "no answer passed its problem's tests; of 4: 4 AssertionError"
-    assert (said in result.stderr) == warned, result.stderr
-    assert (drawn == ["no answer passed"] * 2) == warned
+    assert "no answer passed its problem's tests; of 3: 3 AssertionError" in result.stderr
+    assert drawn == ["no answer passed"] * 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_tables_fit_80_columns(paceline: Any, tiny: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

@@ -17,7 +17,9 @@ pytest.importorskip("llm", reason='the package llm is not installed: pip install
 
 from click.testing import CliRunner, Result
 from llm.cli import cli
+from llm.migrations import migrate
 from llm.plugins import load_plugins, pm
+from sqlite_utils import Database
 
 from paceline import LLM, SamplingParams
 from paceline.cli import llm_plugin
@@ -39,10 +41,19 @@ def plain(tiny: str) -> LLM:
     return LLM(tiny, dtype="float32", drafter=None, num_speculative_tokens=0)
 
 
+@pytest.fixture(scope="module")
+def empty_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without logs, which ``llm`` takes most of a second to create."""
+    path = tmp_path_factory.mktemp("llm") / "logs.db"
+    migrate(Database(path))
+    return path
+
+
 @pytest.fixture
-def ask(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def ask(tiny: str, empty_logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``llm`` in this process, with logs of its own. options: of the model."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    shutil.copy(empty_logs, tmp_path)
     load_plugins()
     if not pm.is_registered(llm_plugin):  # it is, where this version of paceline is installed
         pm.register(llm_plugin)

@@ -19,14 +19,14 @@ from paceline.tools.evaluation.lossless import (
     first_divergence,
 )
 
-QUICK = ("--dtype", "float32", "--batch-sizes", "1,4", "--lengths", "1,3", "--max-tokens", "10", "--samples", "300")
+QUICK = ("--dtype", "float32", "--batch-sizes", "1,4", "--lengths", "1,3", "--max-tokens", "10", "--samples", "60")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["abcabcabcabc", "hello", "x"]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny: str, tiny_draft: str) -> LLM:
-    return LLM(tiny, tiny_draft, dtype="float32", max_batch_size=8)
+    return LLM(tiny, tiny_draft, dtype="float32", max_batch_size=64)
 
 
 @pytest.fixture(scope="module")

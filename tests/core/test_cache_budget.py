@@ -16,11 +16,11 @@ from paceline.config import MAX_SPECULATION_LENGTH, SamplingParams
 from paceline.core.cache_budget import CacheUsage
 from paceline.core.outputs import RequestOutput
 from paceline.core.row_tables import GROWS
-from paceline.engine import slot_allocator
+from paceline.engine import slot_memory
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
 from paceline.engine.scoring import PooledStates, PromptReading, PromptScores
-from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.slot_memory import SlotMemory
 from paceline.errors import CapacityError, ParameterError
 from toy import VOCAB, FlatToy, ToyModel, answers, make_engine, run
 
@@ -122,7 +122,7 @@ def test_rows_begin_while_all_can_grow_once_more_and_the_last_gives_way() -> Non
     assert answers(whole) == answers(run(roomy, [each.prompt_token_ids for each in whole], [params] * 3))
     metrics = [output.outputs[0].metrics for output in outputs]
     assert engine.scheduler.preemptions == sum(each.preempted for each in metrics)
-    assert engine.scheduler.recomputed_tokens == sum(each.recomputed_tokens for each in metrics) > 0
+    assert engine.scheduler.prefill.recomputed_tokens == sum(each.recomputed_tokens for each in metrics) > 0
     assert f"{engine.scheduler.preemptions} gave way for others" in engine.describe()
     assert all(each.cached_tokens == 0 for each in metrics), "a row's own text is no saving of its request"
 
@@ -143,8 +143,8 @@ def test_a_preempted_row_streams_on_ends_by_its_deadline_and_lets_urgent_request
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Memory of seven pages of 250 tokens: of five rows the last two are preempted when each needs a second page."""
-    monkeypatch.setattr(slot_allocator, "STRETCH", 16)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    monkeypatch.setattr(slot_memory, "STRETCH", 16)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)
     engine, params = short_engine([LONGEST, 100]), SamplingParams(temperature=0, max_tokens=80)
     streamed: dict[str, Any] = {"priority": 1, "make_stream": lambda _: Letters("")}
     outputs = [add(engine, 170, params, seed, **streamed) for seed in range(5)]
@@ -174,8 +174,8 @@ def test_a_preempted_row_streams_on_ends_by_its_deadline_and_lets_urgent_request
 def test_what_is_collected_from_a_prompt_survives_that_it_is_read_again(
     reads: type[PromptReading], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_allocator, "STRETCH", 16)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    monkeypatch.setattr(slot_memory, "STRETCH", 16)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)
     engine, text = short_engine([LONGEST], FlatToy, prefill_chunk=8), prompt_of(950, 1)
     grows = add(engine, 370, SamplingParams(temperature=0, max_tokens=150))
     while not grows.outputs[0].token_ids:
@@ -201,10 +201,10 @@ def test_rows_of_short_answers_begin_when_their_maximum_lengths_fit() -> None:
     each = engine.room.bytes_for(reach(400))
     fitting = engine.room.limit // each
     assert len(scheduler.running) + len(scheduler.prefilling) == fitting < ROWS
-    assert engine.slots.reserved_bytes == fitting * each
+    assert engine.slots.memory.reserved_bytes == fitting * each
     finish(engine)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 8
-    assert engine.slots.reserved_bytes == 0
+    assert engine.slots.memory.reserved_bytes == 0
 
 
 def test_a_request_that_waits_for_memory_is_not_overtaken_by_smaller_ones() -> None:

@@ -37,12 +37,12 @@ from paceline.core import hardware
 from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Draft
 from paceline.core.draft_tensors import DraftTensors
-from paceline.core.rows import RowState
 from paceline.drafters.heads.block_decoder import BlockDecoder, TorchBlock
 from paceline.drafters.heads.decoder import HeadDecoder, TorchHead, TorchHeadDecoder
 from paceline.drafters.heads.native import NativeHead
 from paceline.engine.engine import Engine
 from paceline.engine.memory import plan_memory
+from paceline.engine.rounds.device_drafters import ChainDrafter, RoundRows
 from paceline.errors import ModelFormatError, ParameterError, VocabularyMismatchError
 from paceline.kernels import native
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -217,10 +217,10 @@ def test_a_device_draws_what_the_reference_does(
     engine = make_engine(target, head, drafter=drafter, prefill_chunk=7, **device)
     engine.use_policy(FixedLength(4) if rounds == "every round" else RandomLength(seed=3))
     assert engine._device_round is not None
-    draft_chain, compared = engine._device_round._draft_chain, Counter[str]()
+    draft_chain, compared = ChainDrafter.draft, Counter[str]()
 
-    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> DraftTensors:
-        found = draft_chain(state, before, k, *rest)
+    def check(drafter: ChainDrafter, rows: RoundRows, k: int, span: int) -> DraftTensors:
+        found, state, before = draft_chain(drafter, rows, k, span), rows.state, rows.before
         for row, count in enumerate(found.counts[: engine.batch.rows].tolist() if k else ()):
             text = state.text[state.slots.index[row], : int(before[row])].tolist()
             if len(text) < 2:
@@ -232,7 +232,7 @@ def test_a_device_draws_what_the_reference_does(
                 compared["draft tokens"] += count
         return found
 
-    engine._device_round._draft_chain = check  # type: ignore[method-assign]
+    monkeypatch.setattr(ChainDrafter, "draft", check)
     run(engine, PROMPTS, PARAMS)
     assert compared["draft tokens"] > 50
     assert compared["short"] > 0

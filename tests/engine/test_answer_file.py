@@ -17,8 +17,7 @@ from paceline.config import SamplingParams
 from paceline.core.batch import RequestGroup
 from paceline.drafters import NgramDrafter
 from paceline.drafters.answers import AnswerTexts
-from paceline.engine import answer_file
-from paceline.engine import engine as engine_module
+from paceline.engine import answer_file, stores
 from paceline.engine.answer_file import AnswerFile
 from paceline.engine.engine import Engine, Request
 from paceline.engine.tensor_file import MAX_HEADER, decoded, encoded
@@ -37,7 +36,7 @@ FEW, MANY = 7, 12  # rounds of 24 tokens: with drafts of four tokens that are al
 @pytest.fixture(autouse=True)
 def _from_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests count as loaded from files."""
-    monkeypatch.setattr(engine_module, "is_from_files", lambda _model: True)
+    monkeypatch.setattr(stores, "is_from_files", lambda _model: True)
 
 
 def open_engine(path: Path, draft: ToyModel | None = None, **options: Any) -> Engine:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,10 @@ from paceline.core.outputs import RequestOutput
 from paceline.core.rows import NOTHING, StepFeatures
 from paceline.core.values import DeviceAcceptance
 from paceline.engine.engine import Engine, Request
-from paceline.engine.rounds.graph import likely_lengths
-from paceline.engine.rounds.program import MISSED, DeviceRound
+from paceline.engine.rounds.device_drafters import device_drafter
+from paceline.engine.rounds.device_round import DeviceRound
+from paceline.engine.rounds.likely import MISSED, likely_lengths, likely_programs
+from paceline.engine.rounds.program import RoundProgram
 from paceline.engine.sharing import SharedEngine
 from paceline.kernels.attention import make_backend
 from paceline.kernels.gpu import ahead
@@ -94,11 +95,13 @@ def runner(rows: int, positions: int = 96, draft: bool = True) -> DeviceRound:
     sizes = backend, rows, positions, VOCAB
     target = Decoder(ToyModel(max_positions=positions), *sizes)
     drafting = DraftDecoder(ToyModel(max_positions=positions), *sizes)
-    return DeviceRound(target, drafting if draft else None, new_batch(rows, positions, VOCAB), DeviceAcceptance())
+    batch = new_batch(rows, positions, VOCAB)
+    drafter = device_drafter(target, drafting if draft else None, batch)
+    return DeviceRound(RoundProgram(target, drafter, batch, DeviceAcceptance()))
 
 
 def likely(rounds: DeviceRound, policy: LengthPolicy) -> list[Hashable]:
-    return [key for key, _ in rounds.likely(partial(likely_lengths, policy))]
+    return [key for key, _ in likely_programs(rounds, policy)]
 
 
 # --- what comes first -------------------------------------------------------------------------------------------------

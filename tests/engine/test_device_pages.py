@@ -21,10 +21,10 @@ from paceline.config import SamplingParams, StructuredOutputs
 from paceline.core.cache import KVCache, KVHeads
 from paceline.core.outputs import RequestOutput
 from paceline.core.paged_tables import PagedTables
-from paceline.engine import memory, slot_allocator
+from paceline.engine import memory, slot_memory
 from paceline.engine.engine import Engine, Request
 from paceline.engine.memory import plan_memory, row_bytes
-from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.slot_memory import SlotMemory
 from paceline.models.base import AnyModel
 from toy import ToyModel, answers, make_engine, make_request, run
 
@@ -145,8 +145,8 @@ def test_rows_that_give_way_while_a_round_is_in_flight_equal_plain_decoding(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four rows begin that cannot all grow to their three pages."""
-    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)
+    monkeypatch.setattr(slot_memory, "STRETCH", 1)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)
     engine = engine_of(drafter, 1.6)
     params = [SamplingParams(temperature=1.0, max_tokens=80, seed=seed) for seed in range(5)]
     asked = [(engine.add(Request(prompt_of(55, seed), each)), each) for seed, each in enumerate(params)]

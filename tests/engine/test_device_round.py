@@ -30,14 +30,16 @@ from paceline.core.draft_tensors import DraftTensors
 from paceline.core.ops import RoundOps
 from paceline.core.outputs import CompletionOutput
 from paceline.core.processors import ProcessedRow
-from paceline.core.rows import RowState, StepFeatures
+from paceline.core.rows import NOTHING, StepFeatures
 from paceline.core.sampling import sequence_seed
 from paceline.core.slots import Slots
 from paceline.core.values import DeviceAcceptance
 from paceline.drafters.heads.block_decoder import TorchBlock, TorchBlockDecoder
 from paceline.drafters.lookup import LONGEST_SUFFIX, WHOLE, CopySources, HostLookup, SearchedRows
 from paceline.engine.engine import Engine, Request
-from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.device_drafters import DeviceDrafter, RoundRows, device_drafter, ngram_draft
+from paceline.engine.rounds.device_round import DeviceRound
+from paceline.engine.rounds.program import MaskedProgram, RoundProgram
 from paceline.engine.rounds.references import References
 from paceline.errors import ParameterError, RequestError
 from paceline.kernels.attention.reference import ReferenceAttention
@@ -48,6 +50,7 @@ from paceline.kernels.gpu.state import read_record, read_trees
 from paceline.kernels.gpu.steps import TorchSteps, TritonSteps
 from paceline.lengths.auto import AutoLength
 from paceline.lengths.by_position import DEPTHS
+from paceline.lengths.calibration import Grid
 from paceline.lengths.cost import CostModel
 from paceline.models.base import AnyModel, Model
 from paceline.models.decoding.decoder import Decoder
@@ -236,6 +239,14 @@ def test_a_round_whose_rows_have_all_ended_is_not_observed(when: str) -> None:
     assert all(any(note is known for known in chosen) for note in observed)
 
 
+@pytest.fixture
+def four_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the lengths of an engine's start, of which other tests leave out half."""
+    grid = Grid((1, 2), (0, 1, 3, 7), seconds=0.0, repeats=2, max_tokens=8)
+    monkeypatch.setattr(Grid, "coarse", lambda *_, **__: grid)
+
+
+@pytest.mark.usefixtures("four_lengths")
 def test_auto_measures_device_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, cut = list[tuple[int, int]](), set[tuple[int, int]]()
     run_round = DeviceRound.run
@@ -590,10 +601,11 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
     """After every round, whatever was accepted: the draft model's cache must equal the text."""
     engine = engine_on("device", model, speculation_width=width)
     assert engine._device_round is not None
-    draft_trees, compared, draft = engine._device_round._draft_trees, Counter[str](), MODELS[model][1]()
+    drafter, compared, draft = engine._device_round.drafter, Counter[str](), MODELS[model][1]()
+    draft_trees = drafter.draft
 
-    def check(state: RowState, before: Tensor, k: int, *rest: Any) -> DraftTensors:
-        found = draft_trees(state, before, k, *rest)
+    def check(rows: RoundRows, k: int, span: int) -> DraftTensors:
+        found, state, before = draft_trees(rows, k, span), rows.state, rows.before
         for row, draft_tokens in enumerate(found.counts[: engine.batch.rows].tolist()):
             if state.values.temperature[row] > 0:
                 continue
@@ -606,7 +618,7 @@ def test_a_tree_is_the_chain_and_the_next_best_candidates_beside_it(model: str, 
                 compared["places"] += 1
         return found
 
-    engine._device_round._draft_trees = check  # type: ignore[method-assign]
+    drafter.draft = check  # type: ignore[method-assign]
     params = [replace(each, temperature=0) if place % 2 else each for place, each in enumerate(PARAMS)]
     prompts, params = PROMPTS[:7], params[:7]
     outputs = run(engine, prompts, params)
@@ -656,7 +668,8 @@ def runner(
     batch.set_live(range(rows))
     for decoder in decoders:
         decoder.prefill(batch, range(rows), [0] * rows, [length - 1 for length in batch.lengths[:rows]])
-    return DeviceRound(*decoders, batch, rule, ops=ops, width=width)
+    drafter = device_drafter(*decoders, batch, width=width)
+    return DeviceRound(RoundProgram(decoders[0], drafter, batch, rule, ops))
 
 
 RULES = {
@@ -670,21 +683,22 @@ RULES = {
 def test_a_round_reads_nothing_from_the_device(rule: str, k: int, model: str) -> None:
     rounds = runner(ReferenceOps(), RULES[rule], model)
     with torch.inference_mode(), NoHostReads():
-        rounds.program(3, k, 64)
-        rounds.program(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
-        rounds._catch_up(3, 4, 64)
-        rounds._draft_apart(3, k, 64, StepFeatures(biases=True))
-        rounds._forward_apart(3, k, 64)
+        rounds.program.run(3, k, 64)
+        rounds.program.run(3, k, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5))
+        rounds.named_catch_up(3, 4, 64)[1]()
+        masked = MaskedProgram(rounds.program)
+        masked.draft(3, k, 64, StepFeatures(biases=True))
+        masked.verify(3, k, 64)
         if not RULES[rule].independent:
-            rounds._accept_apart(3, k, StepFeatures(biases=True, masks=True))
+            masked.accept_and_commit(3, k, StepFeatures(biases=True, masks=True))
 
 
 @pytest.mark.parametrize("model", ["llama", "hybrid", "dspark"])
 def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
     rounds = runner(ReferenceOps(), RULES["coupled"], model, width=2)
     with torch.inference_mode(), NoHostReads():
-        rounds.program(3, 3, 64)
-        rounds.program(3, 3, 64, StepFeatures(cuts=True))
+        rounds.program.run(3, 3, 64)
+        rounds.program.run(3, 3, 64, StepFeatures(cuts=True))
 
 
 @pytest.mark.parametrize(
@@ -696,12 +710,34 @@ def test_a_round_of_trees_reads_nothing_from_the_device(model: str) -> None:
 )
 def test_a_round_of_ngram_drafts_reads_nothing_from_the_device(alone: bool, rule: str, model: str) -> None:
     """One is longer than a block drafter's."""
-    with_draft = runner(ReferenceOps(), RULES[rule], model)
-    draft = None if alone else with_draft.draft
-    rounds = DeviceRound(with_draft.target, draft, with_draft.batch, RULES[rule], ops=ReferenceOps(), copies=True)
+    program = runner(ReferenceOps(), RULES[rule], model).program
+    draft = None if alone else program.drafter.decoder
+    program.drafter = device_drafter(program.target, draft, program.batch, copies=True)
     with torch.inference_mode(), NoHostReads():
-        rounds.program(3, 3, 64)
-        rounds.program(3, 6, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
+        program.run(3, 3, 64)
+        program.run(3, 6, 64, StepFeatures(adjusts=True, cuts=True, logprobs=5), references=True)
+
+
+def test_a_round_in_parts_is_the_whole_round() -> None:
+    """N-gram drafts replace the model's where the match is long enough, and the parts pass on which."""
+    programs, least = [runner(ReferenceOps(), RULES["synthetic"]).program for _ in range(2)], [1, 99, 2]
+    for program in programs:
+        program.drafter = device_drafter(program.target, program.drafter.decoder, program.batch, copies=True)
+        program.set_limits([3] * 3, least)
+    (whole, parted), replaced = programs, 0
+    masked = MaskedProgram(parted)
+    with torch.inference_mode():
+        for _ in range(8):
+            found = ngram_draft(whole.rows(3, NOTHING), 3, 64)[1].tolist()
+            record = whole.run(3, 3, 64)
+            masked.draft(3, 3, 64, NOTHING)
+            masked.verify(3, 3, 64)
+            assert torch.equal(masked.accept_and_commit(3, 3, NOTHING), record)
+            enough = [size if size >= needed else 0 for size, needed in zip(found, least, strict=True)]
+            assert record[:, -1].tolist() == enough
+            replaced += sum(map(bool, enough))
+            assert torch.equal(*(program.drafter.decoder.num_computed_tokens for program in programs))  # type: ignore[union-attr]
+    assert replaced > 3
 
 
 @pytest.mark.parametrize(("vocabulary", "k"), [(2, 7), (4, 1), (50, 7)])
@@ -860,14 +896,15 @@ def test_a_round_of_experts_in_the_kernels_is_torchs_and_reads_nothing_from_the_
     from paceline.kernels.gpu.linear import LinearTile
 
     runners = [runner(ReferenceOps(), DeviceAcceptance(), "experts", rows=2) for _ in range(2)]
-    runners[1].target.model.steps = TritonSteps()  # type: ignore[attr-defined]
+    runners[1].program.target.model.steps = TritonSteps()  # type: ignore[attr-defined]
     with torch.inference_mode(), mock.patch.object(GroupedProducts, "_tile", return_value=LinearTile(32, 64)):
         expected = read_record(runners[0].run(2, 2, 64).read())
         with NoHostReads():
-            record = runners[1].program(2, 2, 64)
+            record = runners[1].program.run(2, 2, 64)
     assert read_record(record.tolist()) == expected
 
 
+@pytest.mark.usefixtures("four_lengths")
 def test_costs_of_ngram_drafts_are_measured_with_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture routes equal tokens to the same experts, and would read too few."""
     forward, drafts = Decoder.forward, list[Tensor]()
@@ -917,26 +954,26 @@ def test_idle_rows_keep_their_text_and_caches(model: str) -> None:
     batch = rounds.batch
     batch.set_live(range(2))  # row 2 is not live
     batch.limit[1] = batch.lengths[1]  # row 1 has no room
-    text, seen = (
-        batch.text.clone(),
-        [decoder.num_computed_tokens.clone() for decoder in (rounds.target, rounds.draft) if decoder],
-    )
+    draft = rounds.drafter.decoder
+    assert draft is not None
+    text, seen = batch.text.clone(), draft.num_computed_tokens.clone()
     with torch.inference_mode():
         gains = read_record(rounds.run(2, 3, 60).read()).gained
     assert gains[0] > 0
     assert gains[1:] == [0] * (len(gains) - 1)
     assert batch.length.tolist() == [batch.lengths[0] + gains[0], batch.lengths[1], batch.length_of(2)]
     assert torch.equal(batch.text[1:], text[1:])
-    assert rounds.draft is not None
-    assert rounds.draft.num_computed_tokens[2] == seen[1][2]
+    assert draft.num_computed_tokens[2] == seen[2]
 
 
 def test_a_round_with_all_rows_idle_changes_nothing() -> None:
     rounds = runner(ReferenceOps(), DeviceAcceptance())
-    before = rounds.batch.text.clone(), rounds.batch.length.clone(), rounds.draft.num_computed_tokens.clone()  # type: ignore[union-attr]
+    draft = rounds.drafter.decoder
+    assert draft is not None
+    before = rounds.batch.text.clone(), rounds.batch.length.clone(), draft.num_computed_tokens.clone()
     with torch.inference_mode(), rounds._all_rows_idle():
-        rounds.program(3, 3, 64)
-    after = rounds.batch.text, rounds.batch.length, rounds.draft.num_computed_tokens  # type: ignore[union-attr]
+        rounds.program.run(3, 3, 64)
+    after = rounds.batch.text, rounds.batch.length, draft.num_computed_tokens
     assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
     assert rounds.batch.live.item() == 3
 
@@ -947,7 +984,8 @@ def test_rows_run_in_buckets(live: int, bucket: int) -> None:
     from paceline.kernels.attention import make_backend
 
     target = Decoder(ToyModel(), make_backend("padded", torch.device("cpu")), 40, POSITIONS, VOCAB)
-    assert DeviceRound(target, None, batch, DeviceAcceptance()).bucket(live) == bucket
+    program = RoundProgram(target, DeviceDrafter(), batch, DeviceAcceptance())
+    assert DeviceRound(program).bucket(live) == bucket
 
 
 # --- what carries it --------------------------------------------------------------------------------------------------

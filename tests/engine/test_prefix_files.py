@@ -20,7 +20,7 @@ from paceline.config import SamplingParams
 from paceline.core.outputs import RequestOutput
 from paceline.core.row_tables import GROWS
 from paceline.drafters.heads.native import NativeHead
-from paceline.engine import engine as engine_module
+from paceline.engine import stores
 from paceline.engine.engine import Engine, Request
 from paceline.engine.prefix_files import PrefixFiles
 from paceline.engine.prefixes import PrefixCounts
@@ -50,7 +50,7 @@ DRAFTS: dict[str, Callable[[], AnyModel]] = {
 @pytest.fixture(autouse=True)
 def _from_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests count as loaded from files."""
-    monkeypatch.setattr(engine_module, "is_from_files", lambda _model: True)
+    monkeypatch.setattr(stores, "is_from_files", lambda _model: True)
 
 
 def open_engine(path: Path, kind: str = "transformer", draft: AnyModel | None = None, **options: Any) -> Engine:
@@ -77,6 +77,11 @@ def contents(engine: Engine, text: list[int]) -> list[torch.Tensor]:
     slot = next(slot for slot, prefix in prefixes if prefix.tokens[:SIZE].tolist() == text[:SIZE])
     rows = [decoder.row(slot, SIZE - 1, SIZE - 1) for decoder in engine.parts.decoders]
     return [row[name] for row in rows for name in sorted(row)]
+
+
+def directory(engine: Engine) -> PrefixFiles:
+    assert engine.slots.stored is not None
+    return engine.slots.stored.files
 
 
 @pytest.mark.parametrize(
@@ -128,13 +133,13 @@ def test_what_gives_way_in_memory_is_read_back(tmp_path: Path, kind: str) -> Non
     for _ in range(3):
         outputs = [ask(engine, text, GREEDY) for text in texts]
         engine.scheduler.check_integrity()
-        engine._files._writer.submit(lambda: None).result()  # type: ignore[union-attr]
+        directory(engine)._writer.submit(lambda: None).result()
         assert answers(outputs) == answers(run(plain, texts, [GREEDY] * 7))
         found += sum(output.cached_tokens > SIZE // 2 for output in outputs)
         texts = next_turns(outputs)
     counts = engine.slots.free.counts
     assert found == 14, "all but the first turns"
-    assert (counts.read, len(engine._files or ())) == (14, 7)
+    assert (counts.read, len(directory(engine))) == (14, 7)
     assert counts.refused == 0
     engine.close()
 
@@ -244,7 +249,7 @@ def test_files_of_other_models_are_ignored_and_count_in_the_size(tmp_path: Path)
     ):
         other = open_engine(tmp_path, kind, draft, kv_cache_dtype=dtype)
         assert ask(other, prompts(1)[0], GREEDY).cached_tokens == 0
-        assert len(other._files or ()) == 0
+        assert len(directory(other)) == 0
     assert len(files(tmp_path)) == 2
     small = open_engine(tmp_path, prefix_dir_size=2 * one)
     assert ask(small, prompts(1)[0], GREEDY).cached_tokens == SIZE - 1, "used: the other one is older now"

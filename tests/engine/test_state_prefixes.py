@@ -14,7 +14,7 @@ from paceline.config import SamplingParams
 from paceline.core.batch import Batch
 from paceline.core.outputs import RequestOutput
 from paceline.core.recurrent_state import StatefulCache
-from paceline.engine import request, scheduler, slot_allocator
+from paceline.engine import prefill, prefix_reuse, request
 from paceline.models.base import AnyModel, FlatModel
 from paceline.models.decoding.cached_rows import CachedRows
 from recurrent_support import (
@@ -45,8 +45,8 @@ TOKENS = 4
 @pytest.fixture(autouse=True)
 def _short_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of tests are short."""
-    monkeypatch.setattr(scheduler, "STATES_APART", APART)
-    for module in (slot_allocator, request):
+    monkeypatch.setattr(prefill, "STATES_APART", APART)
+    for module in (prefix_reuse, request):
         monkeypatch.setattr(module, "WORTH_WAITING", WORTH)
 
 

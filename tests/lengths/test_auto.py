@@ -374,7 +374,7 @@ def test_engines_on_the_same_models_measure_only_once() -> None:
     assert len(again.models.costs) == 1
     table = next(iter(engine.models.costs.values()))
     assert all(ms > 0 for line in table.verify for ms in line)
-    assert table.batch_sizes == (1, 2, 4)
+    assert table.batch_sizes == (1, 4)
 
 
 def test_the_policy_learns_when_sequences_begin_and_end() -> None:

@@ -19,6 +19,8 @@ from toy import ToyModel, make_engine, run, slow_answer, tiny_native, tiny_nativ
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+(coarse,) = Grid.coarse.__defaults__  # the test suite shortens its table; this is the table itself
+
 
 def calibration(grid: Grid) -> Calibration:
     parts = make_engine(ToyModel(), drafter="ngram", num_speculative_tokens=1).parts
@@ -26,9 +28,9 @@ def calibration(grid: Grid) -> Calibration:
 
 
 def test_an_engine_measures_powers_of_two_and_its_capacity() -> None:
-    assert Grid.coarse(1).batch_sizes == (1,)
-    assert Grid.coarse(12).batch_sizes == (1, 2, 4, 12)
-    assert Grid.coarse(16).batch_sizes == (1, 2, 4, 8, 16)
+    assert coarse(1).batch_sizes == (1,)
+    assert coarse(12).batch_sizes == (1, 2, 4, 12)
+    assert coarse(16).batch_sizes == (1, 2, 4, 8, 16)
 
 
 def test_long_rounds_of_many_rows_are_skipped_but_every_size_has_two_lengths() -> None:
@@ -38,7 +40,6 @@ def test_long_rounds_of_many_rows_are_skipped_but_every_size_has_two_lengths() -
 
 
 def test_on_a_gpu_rounds_of_many_tokens_are_measured_not_extrapolated() -> None:
-    (coarse,) = Grid.coarse.__defaults__  # the test suite shortens its table; this is the table itself
     grid = coarse(64, on_gpu=True)
     assert {grid.measured(rows) for rows in grid.batch_sizes} == {(0, 1, 3, 8)}
     assert set(grid.lengths) <= {0, *DEPTHS}

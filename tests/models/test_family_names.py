@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import paceline
@@ -20,47 +21,43 @@ OTHER_MEANINGS = {
     "models/text/gguf_tokenizer.py": 4,  # kinds of tokenizers: tokenizer.ggml.model and tokenizer.ggml.pre
     "tools/training/target.py": 1,  # whose checkpoints a trained draft model can be written as
 }
+MENTIONS = re.compile("|".join(rf"""["']{name}["']""" for name in map(re.escape, sorted(NAMES))))
 
 
-def strings_in(node: ast.AST, constants: dict[str, ast.expr]) -> set[str]:
-    """The strings of an expression, with those of the module-level constants that it names."""
-    found = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Constant) and isinstance(each.value, str):
-            found.add(each.value)
-        elif isinstance(each, ast.Name) and each.id in constants:
-            found |= strings_in(constants[each.id], {})
-    return found
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def names_a_family(node: ast.AST, constants: Collection[str]) -> bool:
+    """Whether an expression has a family's name, or one of the constants that have one."""
+    return any(
+        each.value in NAMES if isinstance(each, ast.Constant) else isinstance(each, ast.Name) and each.id in constants
+        for each in ast.walk(node)
+    )
 
 
 @functools.cache
-def constants_of(path: Path) -> dict[str, ast.expr]:
-    """Module-level names of strings, and of tuples, sets and dictionaries with strings."""
-    literal = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.IfExp)
-    found = {}
-    for node in parsed(path).body:
+def constants_of(path: Path) -> frozenset[str]:
+    """Module-level names of strings, tuples, sets and dictionaries that have a family's name."""
+    if not MENTIONS.search(path.read_text()):
+        return frozenset()
+    literal, found = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.IfExp), set[str]()
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, literal):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {each.id: node.value for each in targets if isinstance(each, ast.Name)}
-    return found
+            if names_a_family(node.value, found):
+                found |= {each.id for each in targets if isinstance(each, ast.Name)}
+    return frozenset(found)
 
 
 def questions(path: Path) -> Iterator[ast.AST]:
     """Comparisons and cases of a module that name a family."""
-    tree, constants = parsed(path), dict(constants_of(path))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("paceline."):
-            file = SOURCE.parent / f"{node.module.replace('.', '/')}.py"
-            theirs = constants_of(file) if file.is_file() else {}
-            constants |= {each.asname or each.name: theirs[each.name] for each in node.names if each.name in theirs}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare | ast.MatchValue) and strings_in(node, constants) & NAMES:
-            yield node
+    text, constants = path.read_text(), set(constants_of(path))
+    for module, names in re.findall(r"^ *from paceline\.([\w.]+) import (\([^)]+\)|.+)$", text, re.MULTILINE):
+        file = SOURCE / f"{module.replace('.', '/')}.py"
+        theirs = constants_of(file) if file.is_file() else ()
+        imported = re.findall(r"(\w+)(?: as (\w+))?", names)
+        constants |= {alias or name for name, alias in imported if name in theirs}
+    if constants or MENTIONS.search(text):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Compare | ast.MatchValue) and names_a_family(node, constants):
+                yield node
 
 
 def test_no_code_outside_of_a_familys_file_asks_for_its_name() -> None:

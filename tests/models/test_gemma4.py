@@ -110,16 +110,15 @@ def test_the_cache_holds_only_layers_with_keys_of_their_own(kind: str) -> None:
 def test_kernels_agree_with_their_reference_and_bits_do_not_depend_on_the_pass(
     sizes: str, quantization: Quantization | None
 ) -> None:
-    checkpoint, tokens = open_checkpoint(tiny_gemma4(**SIZES[sizes])), [5 * place % VOCAB for place in range(50)]
+    checkpoint, tokens = open_checkpoint(tiny_gemma4(**SIZES[sizes])), [5 * place % VOCAB for place in range(40)]
     assert checkpoint is not None
     spec = spec_of(checkpoint.spec, checkpoint.tensors(torch.float32, torch.device("cpu")))
+    wanted = in_pieces(ReferenceModel(spec, "tiny", quantization=quantization), tokens, [40])
     for kernels in native.available():
         fast = NativeModel(spec, "tiny", quantization=quantization, threads=2, kernels=kernels)
-        slow = ReferenceModel(spec, "tiny", quantization=quantization)
-        found = in_pieces(fast, tokens, [50])
-        wanted = in_pieces(slow, tokens, [50])
+        found = in_pieces(fast, tokens, [40])
         assert float((found - wanted).norm() / wanted.norm()) < 0.02  # one input rounded otherwise gives 0.007 to 0.02
-        for pieces in ([1] * 50, [3, 30, 1, 16]):
+        for pieces in ([1] * 40, [3, 20, 1, 16]):
             torch.testing.assert_close(in_pieces(fast, tokens, pieces), found, rtol=0, atol=0)
 
 

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import logging
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import gguf
@@ -111,6 +112,30 @@ def test_a_file_with_every_type_gives_the_numbers_of_llama_cpp(tmp_path: Path) -
             assert torch.equal(numbers(tensor).view(torch.int32), torch.from_numpy(expected).view(torch.int32)), kind
             compared.append(kind)
     assert {*READABLE} - {*compared} == {Kind.F32, Kind.F64}
+
+
+def test_a_header_is_parsed_once_as_long_as_its_file_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, name: str) -> None:
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_name(name)
+        finish(writer)
+
+    path, parsed = tmp_path / "model.gguf", Counter[Path]()
+    parse = module._parsed
+    monkeypatch.setattr(module, "_parsed", lambda path: (parsed.update([path]), parse(path))[1])
+    write(path, "first")
+    for _ in range(3):
+        assert module.GGUFFile(path).metadata["general.name"] == "first"
+    assert parsed[path] == 3, "its times may not show a change yet"
+    monkeypatch.setattr(module, "_SETTLED", -1.0)
+    for _ in range(3):
+        assert module.GGUFFile(path).metadata["general.name"] == "first"
+    assert parsed[path] == 4
+    write(tmp_path / "other.gguf", "other")  # as long as the first
+    (tmp_path / "other.gguf").replace(path)
+    assert module.GGUFFile(path).metadata["general.name"] == "other"
 
 
 @pytest.mark.parametrize("kind", sorted(UNREADABLE), ids=named)

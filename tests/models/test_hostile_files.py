@@ -20,7 +20,7 @@ PARTS = "heads and adapters", "quantised safetensors", "safetensors and configur
 
 
 def loads(folder: Path, parts: str, which: str = "all") -> list[dict[str, Any]]:
-    """Outcomes of all loads of some parts, or of "one" load of each damage, in a process of its own."""
+    """Outcomes of "all" or "some" loads of some parts, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "hostile", str(folder), parts, which],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -49,9 +49,9 @@ def fault(load: dict[str, Any]) -> str | None:
 
 @pytest.mark.timeout(600)
 def test_damaged_files_are_refused_by_name_within_their_own_memory(tmp_path: Path) -> None:
-    """Each damage in one precision, on the kernels or in torch."""
-    found = loads(tmp_path, ",".join(PARTS), "one")
-    assert len(found) > 1000
+    """Every fourth damage in one precision, on the kernels or in torch."""
+    found = loads(tmp_path, ",".join(PARTS), "some")
+    assert len(found) > 250
     assert len({load["by"] for load in found}) > 4
     assert [{"fault": fault(load), **load} for load in found if fault(load)] == []
 

@@ -1,14 +1,14 @@
+import functools
 import itertools
 import random
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from covering import in_pairs
+from covering import in_pairs, in_turn, named
 from kernels.reference_model import ReferenceModel
 from kernels.tools import (
     cache_for,
@@ -65,6 +65,7 @@ ONE = (*native.available()[:1], None)  # kernels, and their reference
 on_every_isa = pytest.mark.parametrize("kernels", EVERY, ids=lambda kernels: kernels.name)
 
 
+@functools.cache
 def spec_of_shape(shape):
     spec = random_spec(**SHAPES[shape])
     if shape in MIXTURES:
@@ -126,7 +127,7 @@ def plain_forward(spec: NativeSpec, tokens):
         entering.append(x * spec.tap_scale)
         rotary, first = layer.rotary or spec.rotary, linear(norm(x, layer.input_norm), layer.qkv)
         if layer.latent is not None:
-            heads = plain_latent(layer, first, linear, partial(rotate, rotary=rotary))
+            heads = plain_latent(layer, first, linear, functools.partial(rotate, rotary=rotary))
             x = x + linear(heads, layer.attention_out)
             x = x + plain_mlp(layer, norm(x, layer.post_norm), linear)
             continue
@@ -239,17 +240,23 @@ def xielu(x, shape):
     return torch.where(x > 0, high, low) + beta * x
 
 
+@functools.cache
+def plain_forward_of(shape):
+    """Some tokens, and what ``plain_forward`` gives for them."""
+    spec = spec_of_shape(shape)
+    tokens = some_tokens(spec, 60)
+    return tokens, *plain_forward(spec, tokens)
+
+
 def error(x, expected):
     return float((x - expected).norm() / expected.norm())
 
 
 @in_pairs(kernels=[*EVERY, None], shape=SHAPES, quantization=QUANTIZATIONS)
 def test_the_forward_pass_agrees_with_plain_torch(kernels, shape, quantization):
-    spec = spec_of_shape(shape)
-    model, tokens = model_of(spec, kernels, quantization), some_tokens(spec, 60)
-    rows, positions = ragged({2: 60})
+    spec, (tokens, expected, entering) = spec_of_shape(shape), plain_forward_of(shape)
+    model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 60})
     hidden = forward(model, tokens, rows, positions, cache_for(spec))
-    expected, entering = plain_forward(spec, tokens)
     tapped = model.forward(Nodes(tokens, rows, positions), cache_for(spec), taps=(1, 0))
     assert torch.equal(tapped.hidden, hidden), "taps change nothing"
     bound = {None: 0.01, "int8": 0.03, "int4": 0.25}[quantization]
@@ -302,7 +309,7 @@ def test_results_are_bitwise_independent_of_other_tokens_in_the_call(kernels, sh
     logits = model.logits(together)
     for row, length in lengths.items():
         mine = rows == row
-        for sizes in ((1, 5, 7, 40), (5, 1, 1, 40, 7), (40, 7, 1, 1, 5), (200,)):  # decoding, drafts, chunks of prompts
+        for sizes in ((1, 5, 7, 40), (40, 7, 1, 1, 5), (200,)):  # decoding, drafts, chunks of prompts
             cache, counts = cache_for(spec, dtype=dtype), in_parts(length, sizes)
             pieces = zip(*(t[mine].split(counts) for t in (tokens, rows, positions)), strict=True)
             assert torch.equal(torch.cat([forward(model, *piece, cache) for piece in pieces]), together[mine])
@@ -359,40 +366,41 @@ def test_the_features_of_a_long_prefill_are_those_of_a_chunked_one(kernels):
     assert torch.equal(whole, torch.cat([part.features for part in parts]))
 
 
-@in_pairs(kernels=[*EVERY, None], shape=SHAPES, quantization=QUANTIZATIONS)
-def test_fill_writes_the_keys_and_values_of_a_forward_pass(kernels, shape, quantization):
-    """``fill`` also returns the same features."""
+@pytest.mark.parametrize(
+    ("shape", "kernels", "quantization"),
+    [
+        *((*case, to) for case, to in in_turn(in_turn(SHAPES, EVERY), ("int8", "int4", "int8", None))),
+        *(("every feature", None, "int8"), ("latent, experts", None, "int4")),
+    ],
+    ids=named,
+)
+def test_last_tokens_have_the_hidden_states_of_a_whole_pass(kernels, shape, quantization):
+    """To the bit, with all keys, values and features, wherever the tokens without hidden states end.
+
+    ``fill`` writes the same keys and values, and returns the same features.
+    """
     spec = spec_of_shape(shape)
     model, (rows, positions) = model_of(spec, kernels, quantization), ragged({2: 40, 0: 260})
-    tokens = some_tokens(spec, 300)
-    nodes, whole, alone = Nodes(tokens, rows, positions), cache_for(spec), cache_for(spec)
-    features = model.forward(nodes, whole, taps=(1, 0)).features
-    assert torch.equal(model.fill(nodes, alone, taps=(1, 0)), features)
-    assert all(
-        torch.equal(getattr(whole, table)[layer], getattr(alone, table)[layer])
-        for table in ("keys", "values")
-        for layer in range(len(spec.layers))
-    )
-    assert model.fill(nodes, alone) is None
+    nodes, cache, every = Nodes(some_tokens(spec, 300), rows, positions), cache_for(spec), (1, 0, len(spec.layers))
+    whole = model.forward(nodes, cache, every)
 
+    def check(own, features, taps):
+        if taps:
+            assert torch.equal(features, whole.features[:, [every.index(tap) for tap in taps]])
+        else:
+            assert features is None
+        for table in ("keys", "values"):
+            pairs = zip(getattr(cache, table), getattr(own, table), strict=True)
+            assert all(torch.equal(*layers) for layers in pairs)
 
-@in_pairs(kernels=ONE, shape=SHAPES)
-def test_last_tokens_have_the_hidden_states_of_a_whole_pass(kernels, shape):
-    """To the bit, with all keys, values and features, wherever the tokens without hidden states end."""
-    spec = spec_of_shape(shape)
-    model, (rows, positions) = model_of(spec, kernels, "int8"), ragged({2: 40, 0: 260})
-    nodes, cache = Nodes(some_tokens(spec, 300), rows, positions), cache_for(spec)
-    for taps in ((), (1, 0), (len(spec.layers),)) if kernels else ((1, 0),):
-        whole = model.forward(nodes, cache, taps)
-        for text in (39, 256, 299, 300):
-            own = cache_for(spec)
-            ends = model.forward(nodes._replace(text=text), own, taps)
-            assert torch.equal(ends.hidden, whole.hidden[text:])
-            assert (ends.features is None) == (not taps)
-            assert not taps or torch.equal(ends.features, whole.features)
-            for table in ("keys", "values"):
-                pairs = zip(getattr(cache, table), getattr(own, table), strict=True)
-                assert all(torch.equal(*layers) for layers in pairs)
+    for text, taps in ((39, (1, 0)), (256, ()), (299, every[2:]), (300, every)):
+        own = cache_for(spec)
+        ends = model.forward(nodes._replace(text=text), own, taps)
+        assert torch.equal(ends.hidden, whole.hidden[text:])
+        check(own, ends.features, taps)
+    for taps in ((1, 0), ()):
+        own = cache_for(spec)
+        check(own, model.fill(nodes, own, taps), taps)
 
 
 @on_every_isa
@@ -489,18 +497,20 @@ def test_tree_nodes_have_bitwise_the_results_of_plain_decoding(kernels, starts, 
             assert torch.equal(table[:, rows[node], :, : positions[node] + 1], wanted), "keep left something behind"
 
 
-@in_pairs(kernels=EVERY, window=[None, 7, 300], heads=[6, 21])
-def test_trees_agree_with_the_reference(kernels, window, heads):
-    """Of 21 heads seven queries share a key, in texts that span several blocks of keys."""
+@functools.cache
+def after_trees(kernels, window, heads):
+    """Hidden states of trees. Of 21 heads seven queries share a key, in texts that span several blocks of keys."""
     starts = {6: {0: 30, 2: 4}, 21: {0: 300, 1: 250, 2: 490}}[heads]
     spec = random_spec(window=window, heads=heads)
     trees = random_trees(random.Random(1), starts, 9)
     nodes = Nodes(some_tokens(spec, 9 * len(starts)), *torch.tensor(trees))
-    both = []
-    for which in (kernels, None):
-        model = model_of(spec, which)
-        both.append(model.forward(nodes, filled_with_texts(model, spec, starts, torch.float32)).hidden)
-    assert error(*both) < 0.003
+    model = model_of(spec, kernels)
+    return model.forward(nodes, filled_with_texts(model, spec, starts, torch.float32)).hidden
+
+
+@in_pairs(kernels=EVERY, window=[None, 7, 300], heads=[6, 21])
+def test_trees_agree_with_the_reference(kernels, window, heads):
+    assert error(after_trees(kernels, window, heads), after_trees(None, window, heads)) < 0.003
 
 
 @on_every_isa

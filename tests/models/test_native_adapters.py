@@ -23,8 +23,8 @@ from paceline.core.cache import KVCache
 from paceline.core.draft import Draft, Verdict
 from paceline.core.nodes import Nodes
 from paceline.core.row_tables import GROWS
-from paceline.engine import slot_allocator
-from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine import slot_memory
+from paceline.engine.slot_memory import SlotMemory
 from paceline.errors import ParameterError
 from paceline.kernels import native
 from paceline.lengths.calibration import Calibration, Grid
@@ -167,8 +167,8 @@ def test_bits_depend_on_no_other_row_and_no_division_into_passes(
 @pytest.mark.skipif(not GROWS, reason="rows do not grow here")
 def test_preempted_rows_go_on_with_their_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows that become three pages long, in memory for four pages."""
-    monkeypatch.setattr(slot_allocator, "STRETCH", 1)
-    monkeypatch.setattr(SlotAllocator, "_growth", lambda *_: 0)  # rows begin that cannot grow beside others
+    monkeypatch.setattr(slot_memory, "STRETCH", 1)
+    monkeypatch.setattr(SlotMemory, "growth", lambda *_: 0)  # rows begin that cannot grow beside others
     kind, fields = NATIVE["llama"]
     theirs = tiny(kind, fields | WIDE | {"tie_word_embeddings": False, "max_position_embeddings": 200})
     model, prompts = on_kernels(theirs, adapters_of(tmp_path, theirs), "int8"), [[7, 8, 9, 7, 8]] * 4
@@ -176,7 +176,7 @@ def test_preempted_rows_go_on_with_their_adapters(tmp_path: Path, monkeypatch: p
     engine = make_engine(model, drafter="ngram", max_model_len=200)
     roomy = answers(run(engine, prompts, params))
     assert len({str(answer) for answer in roomy}) == 3, "adapters change nothing"
-    engine.slots.room = replace(engine.room, limit=engine.room.bytes_for(200))
+    engine.slots.memory.room = replace(engine.room, limit=engine.room.bytes_for(200))
     engine.slots.forget()  # it sets the slots' sizes
     tight = run(engine, prompts, params)
     assert answers(tight) == roomy

@@ -152,7 +152,7 @@ def smollm2() -> Path:
 
 
 def test_a_cached_gguf_model_gives_the_same_answers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8)
 
     def texts() -> list[str]:
         llm = LLM(smollm2, quantization="int8", max_model_len=128, max_batch_size=2)

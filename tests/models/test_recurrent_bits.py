@@ -55,7 +55,7 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
 
 
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
-@pytest.mark.parametrize("count", [pytest.param(24, id="few"), pytest.param(256, id="many", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [pytest.param(12, id="few"), pytest.param(256, id="many", marks=pytest.mark.slow)])
 def test_sequences_equal_plain_decoding_alone(precision: str, count: int, checkpoint: Path) -> None:
     chance = random.Random(count)
     drafter = "mtp" if has_own_head(checkpoint) else "ngram"

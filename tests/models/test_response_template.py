@@ -14,6 +14,8 @@ from paceline.chat.families import ChatFormat
 from paceline.chat.values import AssistantMessage, TextDelta, ToolDefinition, message_of
 from paceline.errors import RequestError
 from paceline.models.text import limited_process
+from paceline.models.text.limited_program import Answer, _reply
+from paceline.models.text.response_program import _reads
 from paceline.models.text.response_template import ResponseTemplate, format_of, response_template
 from paceline.models.text.tokenizer import Tokenizer
 from paceline.structured.calls import CallsStructure
@@ -82,14 +84,28 @@ ANSWERS = [
 ]
 
 
+class InThisProcess:
+    """Answers as ``LimitedProcess`` does, without a process, which takes half a second to start."""
+
+    def __init__(self, template: dict[str, Any]) -> None:
+        self._settings, self._made = {"template": template, "memory": limited_process.MEMORY}, list[Answer]()
+
+    def exchange(self, line: str) -> dict[str, Any]:
+        return _reply(_reads, self._made, self._settings, line)
+
+
 @functools.cache
 def format_of_name(name: str) -> ChatFormat:
-    """The format of one of ``TEMPLATES``; all its answers are read in one process."""
-    return format_by(TEMPLATES[name])
+    """The format of one of ``TEMPLATES``; a process reads all answers in JSON, this one the others."""
+    return format_by(TEMPLATES[name], apart=name == "json")
 
 
-def format_by(template: dict[str, Any]) -> ChatFormat:
-    return format_of("{{ messages }}", None, ResponseTemplate(template))
+def format_by(template: dict[str, Any], *, apart: bool) -> ChatFormat:
+    """A format whose answers are read in a process of its own, or in this one."""
+    responses = ResponseTemplate(template)
+    if not apart:
+        responses._process = InThisProcess(template)  # type: ignore[assignment]
+    return format_of("{{ messages }}", None, responses)
 
 
 def read(form: ChatFormat, text: str, prompt: str, cuts: tuple[int, ...] = ()) -> AssistantMessage:
@@ -194,7 +210,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_their_answers_alone(name: str, short_limits: None) -> None:
     field, message = HOSTILE[name]
-    form = format_by({**ANCHOR, "fields": {"tool_calls": field, "content": {}}})
+    form = format_by({**ANCHOR, "fields": {"tool_calls": field, "content": {}}}, apart="more than" in message)
     with pytest.raises(RequestError, match=f"response template cannot read this answer: .*({message})"):
         form.parser(TOOLS, prompt="<|assistant|>").feed("<call>" + 60 * "x")
     if name == "exponential":  # the process starts again
@@ -211,4 +227,4 @@ def test_a_template_that_is_nested_too_deeply_is_refused() -> None:
 
 def test_a_template_that_is_no_object_is_none() -> None:
     with pytest.raises(RequestError, match="it is no object with fields"):
-        format_by({"fields": 3}).parser(TOOLS, prompt="").feed("a")
+        format_by({"fields": 3}, apart=False).parser(TOOLS, prompt="").feed("a")

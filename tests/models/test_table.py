@@ -50,7 +50,7 @@ from toy import run as run_engine
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(native.select() is None, reason=f"no native kernels: {native.why_none()}")
 
-ROWS, TOKENS = 8, 12
+ROWS, TOKENS = 4, 7
 PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 48, "tokenizer": None}
 LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -158,7 +158,7 @@ with_each_model = pytest.mark.parametrize("name", MODELS, scope="module")
 
 
 def prompts_of(theirs: PreTrainedModel) -> list[list[int]]:
-    return [(random_tokens(1, 3 + row, seed=row)[0] % theirs.config.vocab_size).tolist() for row in range(ROWS)]
+    return [(random_tokens(1, 2 + 3 * row, seed=row)[0] % theirs.config.vocab_size).tolist() for row in range(ROWS)]
 
 
 @functools.lru_cache(maxsize=4 * ROWS)
@@ -181,7 +181,7 @@ def draft_model(vocab_size: int) -> PreTrainedModel:
 
 
 def ways(theirs: PreTrainedModel, **options: Any) -> dict[str, LLM]:
-    """Plain decoding of one row, and speculation in eight, on the same weights.
+    """Plain decoding of one row, and speculation in four, on the same weights.
 
     The draft model is another random model of the same vocabulary.
     """
@@ -205,10 +205,11 @@ def test_every_family_has_a_row() -> None:
 
 
 @with_each_model
-def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> None:
-    """In float32: plain decoding of one row, and speculation in eight."""
+def test_greedy_text_is_that_of_transformers(name: str) -> None:
+    """In float32: plain decoding of one row, and speculation in four with a draft model; n-grams are tried below."""
     theirs = subject(name)
-    for way, llm in ways(theirs, dtype="float32").items():
+    plain, _, speculating = ways(theirs, dtype="float32").items()
+    for way, llm in (plain, speculating):
         prompts = prompts_of(theirs)[: llm.config.max_batch_size]
         found = run(llm, prompts)
         assert len(found) == len(prompts)
@@ -218,18 +219,17 @@ def test_greedy_text_is_that_of_transformers_with_every_drafter(name: str) -> No
 @needs_kernels
 @with_each_model
 def test_bits_in_int8_on_the_kernels_do_not_depend_on_batch_or_drafter(name: str) -> None:
-    """Tokens and log-probabilities of eight rows are those of plain decoding, one by one."""
+    """Tokens and log-probabilities of four rows are those of plain decoding, one by one."""
     theirs = subject(name)
     plain, *others = ways(theirs, quantization="int8").values()
     assert plain.engine.rounds.choice.kernels is not None, "the kernels run whole rounds"
-    wanted = run(plain, prompts_of(theirs))
-    for llm in others:
-        assert run(llm, prompts_of(theirs)) == wanted, llm.config.drafter
+    speculating = others[[*MODELS].index(name) % 2]  # the drafters in turn
+    assert run(speculating, prompts_of(theirs)) == run(plain, prompts_of(theirs)), speculating.config.drafter
 
 
 @with_each_model
 def test_a_directory_of_safetensors_and_a_gguf_file_give_that_text(name: str, tmp_path: Path) -> None:
-    """Families that llama.cpp does not have, or not under this name, have a directory only."""
+    """With n-gram drafts. Families that llama.cpp does not have, or not under this name, have a directory only."""
     theirs = subject(name)
     theirs.save_pretrained(tmp_path / "safetensors")
     paths = [tmp_path / "safetensors"]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from benchmarks.model_survey import tried
+import torch
+from benchmarks.model_survey import difference_in_float32, tried
 
 from paceline.models.families import FAMILIES
 from paceline.models.families.wrappers import WRAPPERS, in_wrapper
+from paceline.models.load.prepare import would_run_natively
+
+ON_KERNELS = sorted(WRAPPERS)[::5]
 
 
-@pytest.mark.parametrize("model_type", sorted(WRAPPERS))
+@pytest.mark.parametrize("model_type", sorted(WRAPPERS - {*ON_KERNELS}))
+def test_a_wrapper_has_transformers_texts(model_type: str, tmp_path: Path) -> None:
+    assert difference_in_float32(model_type, tmp_path) is None
+    assert would_run_natively(tmp_path, torch.device("cpu"), "auto")
+
+
+@pytest.mark.parametrize("model_type", ON_KERNELS)
 def test_a_wrapper_runs_on_the_kernels_with_transformers_texts(model_type: str) -> None:
     assert tried(model_type) == {"state": "kernels"}
 

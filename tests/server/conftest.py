@@ -1,4 +1,4 @@
-"""Fixtures: one live server per test file, and the same model offline."""
+"""Fixtures: a live server for all files whose tests need no other, and the same model offline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("server") / "tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def live(tiny: str) -> Iterator[Live]:
     """A server whose model calls tools in the Hermes syntax."""
     yield from start(ServerConfig(port=0, served_model_name="tiny", tool_parser="hermes", max_waiting=12), tiny)
@@ -44,12 +44,12 @@ def keyed(tiny: str) -> Iterator[Live]:
     yield from start(ServerConfig(port=0, served_model_name="tiny", api_keys=keys), tiny)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def offline(tiny: str) -> LLM:
     return load(tiny)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server whose model has tools and thoughts."""
     path = save_chat_model(tmp_path_factory.mktemp("talker") / "tiny")

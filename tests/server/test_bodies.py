@@ -146,6 +146,12 @@ def test_the_content_type_must_be_json(live: Live) -> None:
     assert client.post(f"{live.url}/v1/completions", content=b'{"prompt": "a"}', headers=json_headers).is_success
 
 
+def test_without_a_batch_directory_the_error_names_the_flag(live: Live) -> None:
+    for reply in (live.get("/v1/files"), live.get("/v1/batches"), live.post("/v1/files", {})):
+        assert reply.status_code == 404
+        assert "--batch-dir" in reply.json()["error"]["message"]
+
+
 def test_random_bodies_never_cause_a_server_error(live: Live) -> None:
     """200 bodies that are cut, spliced and scrambled: each gets a response below 500."""
     draw = random.Random(15)

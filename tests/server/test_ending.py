@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import weakref
@@ -23,6 +22,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import hanging
+from forked import Forked
 from paceline.cli.main import app
 from paceline.config import ServerConfig
 from paceline.errors import ParameterError
@@ -49,63 +50,18 @@ def test_a_server_that_has_ended_keeps_no_model_in_memory(tiny: str) -> None:
     assert (llm(), tokenizer()) == (None, None)
 
 
-SCRIPT = """
-import sys, time
-from paceline import LLM
-from paceline.config import ServerConfig
-from paceline.server import ending, run
-
-model, hangs = sys.argv[1:]
-assert run.LAST_WORDS > 0.5 and run.LAST_STEP > 0.5
-run.LAST_WORDS = run.LAST_STEP = 0.5  # seconds after the limit
-ending._ALARM = 30  # long, for a loaded machine: this tests the process's end, not the kernel's alarm
-listen = run.listen
-
-def told(config):
-    sockets = listen(config)
-    print(sockets[0].getsockname()[1], flush=True)
-    return sockets
-
-run.listen = told
-
-def make():
-    for _ in range(100):
-        print(100 * "a warning of some library ", file=sys.stderr, flush=True)
-    if hangs == "loading":
-        time.sleep(1000)
-    llm = LLM(model, drafter="ngram", num_speculative_tokens=4, dtype="float32", device="cpu", max_batch_size=4)
-    engine_step, add = llm.engine.step, llm.engine.add
-    asked = []
-
-    def watched(request):
-        asked.extend([1] * (request.params.max_tokens == 7))
-        return add(request)
-
-    def step():
-        if asked:
-            time.sleep(1000)  # as native code does: without the interpreter's lock
-        return engine_step()
-
-    llm.engine.add, llm.engine.step = watched, step
-    return llm
-
-run.serve(ServerConfig(port=0, shutdown_timeout=0.5, stall_timeout=0.5, log_format="json"), make)
-"""
-
-
 @contextmanager
-def serving(model: str, hangs: str, stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    command = [sys.executable, "-c", SCRIPT, model, hangs]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            yield process, f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.kill()
+def serving(model: str, hangs: str, folder: Path, stderr: Path) -> Iterator[tuple[Forked, str]]:
+    port = folder / "port"
+    process = Forked(hanging.serve, model, hangs, port, stderr=stderr)
+    try:
+        wait_until(lambda: port.exists() and port.read_text())
+        yield process, f"http://127.0.0.1:{port.read_text()}"
+    finally:
+        process.kill()
 
 
-def wait_for(process: subprocess.Popen[bytes], url: str, status: str) -> None:
+def wait_for(process: Forked, url: str, status: str) -> None:
     def is_so() -> bool:
         assert process.poll() is None
         try:
@@ -116,22 +72,24 @@ def wait_for(process: subprocess.Popen[bytes], url: str, status: str) -> None:
     wait_until(is_so, f"never {status}", 120)
 
 
-def full_pipe() -> tuple[int, int]:
-    """A pipe whose buffer is full."""
-    reader, full = os.pipe()
-    os.set_blocking(full, False)
+def full_pipe(path: Path) -> tuple[int, int]:
+    """A named pipe whose buffer is full."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    full = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while os.write(full, b"\n" * 64):
             pass
-    os.set_blocking(full, True)
+    for end in (reader, full):
+        os.set_blocking(end, True)
     return reader, full
 
 
-def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: str) -> None:
-    unread, full = full_pipe()
-    with serving(tiny, "engine", full) as (process, url):
+def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: str, tmp_path: Path) -> None:
+    unread, full = full_pipe(tmp_path / "log")
+    with serving(tiny, "engine", tmp_path, tmp_path / "log") as (process, url):
         wait_for(process, url, "ready")
-        with asking(url, "/v1/completions", {"prompt": "a", "max_tokens": 7}):
+        with asking(url, "/v1/completions", {"prompt": "a", "max_tokens": hanging.FATAL_TOKENS}):
             wait_for(process, url, "stalled")
         assert client.get(f"{url}/health").status_code == 503
         for _ in range(60):
@@ -143,8 +101,8 @@ def test_a_hanging_engine_and_a_blocked_log_do_not_keep_the_process_alive(tiny: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str) -> None:
-    with Path("/dev/full").open("w") as full, serving(tiny, "loading", full) as (process, url):
+def test_one_signal_ends_loading_and_a_full_disk_does_not(tiny: str, tmp_path: Path) -> None:
+    with serving(tiny, "loading", tmp_path, Path("/dev/full")) as (process, url):
         wait_for(process, url, "loading")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
@@ -228,9 +186,9 @@ def record(text: str = "a line", **fields: Any) -> logging.LogRecord:
     return made
 
 
-def test_log_lines_are_dropped_and_counted_while_stderr_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_are_dropped_and_counted_while_stderr_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("paceline.server.logs._MAX_LINES", 100)
-    reader, full = full_pipe()
+    reader, full = full_pipe(tmp_path / "log")
     writer = LogWriter(full)
     for number in range(5000):
         writer.emit(record(f"{number} " + 200 * "x"))

@@ -144,6 +144,10 @@ class RowState:
         """Tokens [B, L] of the rows at ``place`` [B, L]; positions beyond the memory give its last token."""
         return self.text[self.slots.index[:, None], place.clamp(max=self.text.shape[1] - 1)]
 
+    def text_from(self, start: Tensor, count: int) -> Tensor:
+        """Tokens [B, count] of the rows from position start [B] on; undefined beyond their lengths."""
+        return self.text_at(start[:, None] + torch.arange(count, device=start.device))
+
     def gain(self, tokens: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Append each row's first accepted[i] + 1 tokens, truncated after its first stop token and at its limit.
 

@@ -12,9 +12,9 @@ from paceline.drafters.heads.native import NativeHead
 from paceline.engine.assembly import Models
 from paceline.engine.memory import GIB, FittedRows, row_bytes
 from paceline.engine.rounds.choice import why_no_graph, why_no_kernels
+from paceline.engine.rounds.device_round import DeviceRound
 from paceline.engine.rounds.kernels import runs_native_rounds
 from paceline.engine.rounds.loop import RoundLoop
-from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.threads import nodes_of_rank
 from paceline.errors import ParameterError
@@ -198,7 +198,7 @@ class EngineDescription:
             return f"rounds by the host ({' or '.join(reasons)}), none by the device so far"
         how = "CUDA graphs" if device_round.graphs.captures else "uncaptured"
         by_host = f", by the host for {' or '.join(reasons)}" if reasons else ""
-        return f"rounds by the device ({how}, {device_round.ops.name} kernels){by_host}"
+        return f"rounds by the device ({how}, {device_round.program.ops.name} kernels){by_host}"
 
     def _describe_kernel_rounds(self) -> str:
         if reason := why_no_kernels(self.parts.target, self.parts.accept):

@@ -8,15 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams
-from paceline.config.engine import LOOKS_UP_ANSWERS
 from paceline.core.acceptance import make_rule
 from paceline.core.batch import Batch, RowStart
 from paceline.core.cpus import Node
@@ -24,36 +21,36 @@ from paceline.core.draft import Verdict
 from paceline.core.hardware import Stopwatch, ignore_torch_context, torch_threads
 from paceline.core.outputs import RequestOutput
 from paceline.core.values import DeviceAcceptance
-from paceline.engine.answer_file import AnswerFile
 from paceline.engine.assembly import Assembly, Models, check_attention, drafts_alone, max_model_len
 from paceline.engine.cache_dtype import cache_dtype
 from paceline.engine.chunks import PrefillChunker, PromptSlice
+from paceline.engine.costs import RoundCosts
 from paceline.engine.description import EngineDescription
 from paceline.engine.memory import fit_memory, plan_memory
-from paceline.engine.prefix_files import PrefixFiles
 from paceline.engine.request import Intake, Request
 from paceline.engine.rounds.choice import RoundChoice, why_no_graph
+from paceline.engine.rounds.device_drafters import device_drafter
+from paceline.engine.rounds.device_round import DeviceRound
 from paceline.engine.rounds.graph import GraphPlace
 from paceline.engine.rounds.kernels import KernelsPlace, NativeRound
 from paceline.engine.rounds.loop import RoundLoop
-from paceline.engine.rounds.program import DeviceRound
+from paceline.engine.rounds.program import RoundProgram
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as Row
 from paceline.engine.slot_allocator import SlotAllocator
+from paceline.engine.stores import open_answers, open_prefixes
 from paceline.engine.threads import engine_threads, nodes_of_rank
 from paceline.errors import ParameterError
 from paceline.kernels.cpu import cpu_ops
 from paceline.kernels.gpu import ahead
 from paceline.kernels.native import kernel_threads
 from paceline.lengths import FixedLength, LengthPolicy, PolicyInputs, make_policy
-from paceline.lengths.calibration import Calibration, Grid, ProgressBar
+from paceline.lengths.calibration import Grid, ProgressBar
 from paceline.lengths.cost import CostTable
-from paceline.lengths.kept_costs import KeptCosts, kept_or_measured
-from paceline.lengths.profile import Identity, Profile
+from paceline.lengths.profile import Identity
 from paceline.models.base import FlatModel
 from paceline.models.decoding.decoder import Decoder
-from paceline.models.files.fingerprint import hash_of_files, is_from_files, model_hash
 
 __all__ = ["Engine", "Models", "Request"]
 
@@ -98,11 +95,14 @@ class Engine:
         self.parts = Speculation(target, drafter, FixedLength(0), make_rule(config.acceptance))
         self.batch = self._new_batch()
         self._device_round = self._make_device_round()
-        self._profile = self._load_profile()
+        self._description = EngineDescription(
+            models, config, self.parts, self._device_round, self.threads, self.nodes, self._fitted
+        )
+        self._costs = RoundCosts(self._description, self.room, self._own_threads)
         self.use_policy(self._policy())
         self.chunks = PrefillChunker(config.prefill_chunk, config.longest_pause)
-        self._files, self._answer_file = self._open_files(), self._open_answer_file()
-        self.slots = SlotAllocator(self.batch, self.parts, self.room, self._files)
+        self._answer_file = open_answers(self._description)
+        self.slots = SlotAllocator(self.batch, self.parts, self.room, open_prefixes(self._description, self.room))
         self.scheduler = Scheduler(self.batch, self.parts, self.slots, self.chunks)
         self._graph = self._make_graph()
         graphs = [] if self._graph is None else [self._graph, self._graph.masked()]
@@ -144,8 +144,9 @@ class Engine:
             return None
         draft = parts.drafter.decoders[0] if parts.drafter.decoders else None
         rule = DeviceAcceptance(independent=config.acceptance == "rejection", synthetic=config.synthetic_acceptance)
-        drafter = parts.drafter
-        return DeviceRound(parts.target, draft, self.batch, rule, width=drafter.width, copies=drafter.copies)
+        width, copies = parts.drafter.width, parts.drafter.copies
+        drafter = device_drafter(parts.target, draft, self.batch, width=width, copies=copies)
+        return DeviceRound(RoundProgram(parts.target, drafter, self.batch, rule))
 
     def _uses_device_rounds(self) -> bool:
         """Whether rounds run on the device. The length policy is checked once it exists.
@@ -163,8 +164,8 @@ class Engine:
         """Return the length policy; without a drafter it is a fixed length of 0."""
         config, drafter = self.config, self.parts.drafter
         means = PolicyInputs(
-            self._costs,
-            self._need_profile,
+            self._costs.table,
+            self._costs.profile,
             drafter.decoders,
             ragged=self._on_kernels,
             copies=drafter.copies,
@@ -173,25 +174,12 @@ class Engine:
         )
         return make_policy(config.num_speculative_tokens if config.draft_tokens else 0, means)
 
-    def _load_profile(self) -> Profile | None:
-        if self.config.profile is None:
-            return None
-        profile = Profile.load(Path(self.config.profile))
-        profile.check(self.identity())
-        return profile
-
-    def _need_profile(self) -> Profile:
-        if self._profile is None:
-            raise ParameterError("profile", None, "the file of a profile; make one with: paceline profile")
-        return self._profile
-
     @ignore_torch_context
     def measure_costs(self, grid: Grid, progress: ProgressBar = iter) -> CostTable:
         """Measure the cost of rounds with these models; only while the engine is idle. All cached prefixes are lost."""
         self.slots.forget()
         try:
-            with self._own_threads():
-                return self._calibration(grid).run(progress)
+            return self._costs.measure(grid, progress)
         finally:
             self.slots.forget()  # frees what the measured rows held
 
@@ -215,80 +203,6 @@ class Engine:
         target.cut_row(0, 0)
         self.batch.free_slot(0, 0)
 
-    def _calibration(self, grid: Grid) -> Calibration:
-        parts = self.parts
-        natively = partial(NativeRound.of, parts.target, rule=parts.accept, threads=self.threads)
-        return Calibration(parts.target, parts.drafter, parts.accept, grid, self._device_round, natively, self.room)
-
-    def _costs(self) -> CostTable:
-        """Return costs from the profile, an earlier engine on these models, or the disk; else measure them."""
-        if self._profile is not None:
-            return self._profile.costs
-        config, known = self.config, self.models.costs
-        sizes = config.rows, self._longest_measured, self.threads
-        key = (
-            config.drafter,
-            self.parts.drafter.width,
-            config.draft_vocab_size,
-            config.attention,
-            config.kv_cache_dtype,
-            config.acceptance,
-            self._device_round is None,
-            *sizes,
-        )
-        if key not in known:
-            with self._own_threads():
-                grid = Grid.coarse(config.rows, on_gpu=self.models.target.device.type == "cuda")
-                calibration = self._calibration(grid)
-                known[key] = kept_or_measured(calibration, self._stored_costs())
-        return known[key]
-
-    def _stored_costs(self) -> KeptCosts | None:
-        """Return where costs are stored between processes; None if a model was not loaded from files."""
-        draft = self.models.draft if self.config.asks_draft_model else None
-        if not all(is_from_files(model) for model in (self.models.target, draft) if model is not None):
-            return None
-        return KeptCosts(self.identity(), self.config.rows, self._longest_measured)
-
-    @property
-    def _longest_measured(self) -> int:
-        """The longest sequence as far as costs depend on it: no longer contexts are measured."""
-        return min(self.max_model_len, self.config.DEFAULT_MAX_MODEL_LEN)
-
-    def _open_files(self) -> PrefixFiles | None:
-        """Return the directory of prefixes; None without one. Raises ParameterError where it cannot be used."""
-        config, room = self.config, self.room
-        if config.prefix_dir is None:
-            return None
-        draft = self.models.draft if config.asks_draft_model else None
-        models = [model for model in (self.models.target, draft) if model is not None]
-        if not config.prefix_cache or not all(decoder.grows for decoder in self.parts.decoders) or not self._on_kernels:
-            allowed = "left out here: it needs prefix_cache, and the CPU kernels on Linux"
-            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
-        if not all(is_from_files(model) for model in models):
-            allowed = "left out with models that were not loaded from files, by which its files are told apart"
-            raise ParameterError("prefix_dir", config.prefix_dir, allowed)
-        identity = self.identity()
-        drafts = model_hash(draft) if draft is not None and self.parts.drafter.decoders else "no draft model"
-        kind = f"{identity.target} {drafts} {identity.precision} {identity.attention}"
-        largest = 2 * room.bytes_for(room.positions) + self.parts.target.largest_states
-        return PrefixFiles(Path(config.prefix_dir), config.prefix_dir_size, kind, largest)
-
-    def _open_answer_file(self) -> AnswerFile | None:
-        """Read the answers in ``lookup_dir``; None without one. Raises ParameterError where it cannot be used."""
-        config, target, answers = self.config, self.models.target, self.parts.drafter.answers
-        if config.lookup_dir is None:
-            return None
-        if answers is None or not config.shares_answers:
-            raise ParameterError("lookup_dir", config.lookup_dir, f"left out here; it needs {LOOKS_UP_ANSWERS}")
-        if not is_from_files(target):
-            allowed = "left out with models that were not loaded from files, by which its files are told apart"
-            raise ParameterError("lookup_dir", config.lookup_dir, allowed)
-        tokenizer = self.models.tokenizer
-        vocabulary = "no tokenizer" if tokenizer is None else tokenizer.fingerprint()
-        fingerprint = f"{hash_of_files(Path(target.name))} {vocabulary}"
-        return AnswerFile(Path(config.lookup_dir), fingerprint, answers, target.vocab_size)
-
     def clear_answers(self) -> None:
         """Forget all answers that n-gram lookup holds, also the file of them in ``lookup_dir``."""
         if (answers := self.parts.drafter.answers) is not None:
@@ -307,22 +221,9 @@ class Engine:
             self.abort(request_id)
         if self._answer_file is not None:
             self._answer_file.close()
-        if self._files is not None:
-            self.slots.write_all()
-            self._files.close()
+        if self.slots.stored is not None:
+            self.slots.stored.close()
         self.clear()
-
-    @property
-    def _description(self) -> EngineDescription:
-        return EngineDescription(
-            models=self.models,
-            config=self.config,
-            parts=self.parts,
-            device_round=self._device_round,
-            threads=self.threads,
-            nodes=self.nodes,
-            fitted=self._fitted,
-        )
 
     @property
     def memory_bytes(self) -> int:

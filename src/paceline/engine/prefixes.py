@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 LEAST = 16  # tokens: copying fewer is not faster than reading them
 STATES_APART = 512  # tokens between the saved states of a prompt with recurrent layers, besides one at its end
@@ -201,6 +201,18 @@ class PrefixCounts:
     refused: int = 0
 
 
+class PrefixSource(NamedTuple):
+    """A slot, and how many of its first tokens a prompt can copy; (-1, 0): there is none."""
+
+    slot: int
+    tokens: int
+
+
+def longest_source(source: PrefixSource, others: Mapping[int, int]) -> PrefixSource:
+    """Return the one with most tokens. others: tokens by slot."""
+    return max([source, *map(PrefixSource._make, others.items())], key=lambda each: each.tokens)
+
+
 def may_share_prefix(text: Sequence[int], prompt: Sequence[int], least: int = LEAST) -> bool:
     """Whether the first tokens allow a common prefix that is worth copying; a quick test before ``reusable_tokens``."""
     size = min(least, len(text), len(prompt) - 1)
@@ -219,16 +231,16 @@ def best_source(
     prompt: Sequence[int],
     scope: Scope,
     cut: Callable[[int, int], int] = lambda _slot, tokens: tokens,
-) -> tuple[int, int]:
-    """Return (slot, tokens) of the text with the longest reusable prefix; (-1, 0) if there is none.
+) -> PrefixSource:
+    """Return the text with the longest reusable prefix.
 
     texts: (slot, tokens that its caches hold, scope) of each candidate.
     cut: returns, for a slot and a number of its first tokens, how many of them its caches can be cut to.
     """
-    best = -1, 0
+    best = PrefixSource(-1, 0)
     for slot, text, other in texts:
-        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt, scope.least))) > best[1]:
-            best = slot, tokens
+        if scope.may_copy(other) and (tokens := cut(slot, reusable_tokens(text, prompt, scope.least))) > best.tokens:
+            best = PrefixSource(slot, tokens)
             if tokens == len(prompt) - 1:
                 break  # nothing can be longer; there may be hundreds of slots with this prompt
     return best

@@ -102,7 +102,7 @@ Times: TypeAlias = Mapping[tuple[int, int], TimedRun]  # by rows and draft token
 
 
 class RoundRunner(Protocol):
-    """Runs whole rounds on a batch of its own (``rounds.program.DeviceRound``)."""
+    """Runs whole rounds on a batch of its own (``rounds.device_round.DeviceRound``)."""
 
     batch: Batch
 
@@ -303,10 +303,10 @@ class Calibration:
         if self.runner is not None:
             draws[:, context - context // 2 :] = draws[:, : context // 2]
         params = replace(params, max_tokens=self.batch.positions)
+        in_turn = [replace(params, adapter=name) for name in names] or [params]
         self.batch.set_live(())
         for row, tokens in enumerate(draws.tolist()):
-            adapter = names[row % len(names)] if names else None
-            self.batch.set_row(row, RowStart(tokens, replace(params, adapter=adapter), seed=row))
+            self.batch.set_row(row, RowStart(tokens, in_turn[row % len(in_turn)], seed=row))
         self.batch.set_live(range(rows))
         for decoder in (self.target, *self.drafter.decoders):
             decoder.pretend(rows, context - 1)

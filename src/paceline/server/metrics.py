@@ -233,8 +233,8 @@ class Meter:
             self._bytes_gauge.labels(kind).set(size)
         self._update_prefixes(engine.slots.free)
         self._preempted.inc(scheduler.preemptions - self._preemptions)
-        self._tokens_again.inc(scheduler.recomputed_tokens - self._recomputed)
-        self._preemptions, self._recomputed = scheduler.preemptions, scheduler.recomputed_tokens
+        self._tokens_again.inc(scheduler.prefill.recomputed_tokens - self._recomputed)
+        self._preemptions, self._recomputed = scheduler.preemptions, scheduler.prefill.recomputed_tokens
 
     def _update_prefixes(self, pool: FreeSlotPool) -> None:
         self._prefixes_gauge.set(len(pool.prefixes))

@@ -140,12 +140,12 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_float32_outputs_equal_the_cpus(way: str, on_cpu: list[list[list[int]]]) -> None:
     engine = engine_of(pair(DEVICE), **{"max_batch_size": 16} | WAYS[way])
     if engine._graph is not None:
-        engine._graph.program.graphs.captures = way != "eager"
+        engine._graph.device_round.graphs.captures = way != "eager"
     found = run(engine, PROMPTS[:16], 48, (0, 1.0))
     assert found == on_cpu, equal_lines(found, on_cpu)
     if way.startswith("graphs"):
         assert engine._graph is not None
-        assert engine._graph.program.graphs.keys
+        assert engine._graph.device_round.graphs.keys
 
 
 def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on_cpu: list[list[list[int]]]) -> None:
@@ -154,7 +154,7 @@ def test_after_a_capture_ahead_nothing_is_captured_and_outputs_equal_the_cpus(on
     assert done is not None
     assert (done.captured > 0, done.left) == (True, 0), done
     assert engine._graph is not None
-    graphs = engine._graph.program.graphs
+    graphs = engine._graph.device_round.graphs
     keys = set(graphs.keys)
     found = run(engine, PROMPTS[:16], 48, (0, 1.0))
     assert found == on_cpu, equal_lines(found, on_cpu)
@@ -197,7 +197,7 @@ def test_graphs_with_quantised_weights_give_what_eager_rounds_give(to: Any) -> N
     for captures in (True, False):
         engine = engine_of(models, max_batch_size=8)
         assert engine._graph is not None
-        engine._graph.program.graphs.captures = captures
+        engine._graph.device_round.graphs.captures = captures
         found.append(run(engine, PROMPTS[:8], 40, (0, 1.0)))
     assert found[0] == found[1], equal_lines(*found)
 

@@ -126,7 +126,7 @@ def test_rounds_of_a_device_give_the_answers_of_torch(tmp_path: Path) -> None:
     assert answers(llm, [None] * 3) != expected
     assert keys == {True, False}
     with torch.inference_mode(), NoHostReads():
-        rounds.program(3, 2, 32, StepFeatures(adapters=True))
+        rounds.program.run(3, 2, 32, StepFeatures(adapters=True))
 
 
 @pytest.mark.skipif(not interpreted(), reason="counted in the interpreter, without a device")
@@ -142,7 +142,7 @@ def test_an_adapted_layer_takes_two_more_launches_and_none_without_adapters(
     found = {}
     for asked in (False, True):
         with torch.inference_mode(), counted(monkeypatch) as names:
-            rounds.program(3, 2, 32, StepFeatures(adapters=asked))
+            rounds.program.run(3, 2, 32, StepFeatures(adapters=asked))
         found[asked] = names
     more = found[True] - found[False]
     assert more == {"triton.shrink_kernel": adapted, "triton.expand_kernel": adapted, "aten.index_select": 1}

@@ -68,10 +68,10 @@ def test_two_processes_answer_like_one_and_a_killed_one_ends_the_engine(
 ) -> None:
     monkeypatch.setattr(ranks, "SHAPE", ranks.SHAPE | WIDER)
     path = write(toy("qwen2"), tmp_path)
-    expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(60), use_tqdm=False)
+    expected = LLM(path, **OPTIONS | options).generate(prompts(4), params(24), use_tqdm=False)
     with shared(path, **options) as llm:
         assert described in llm.engine.describe()
-        assert texts(llm.generate(prompts(4), params(60), use_tqdm=False)) == texts(expected)
+        assert texts(llm.generate(prompts(4), params(24), use_tqdm=False)) == texts(expected)
         (rank,) = ranks_of()
         listening = [each for each in rank.net_connections() if each.status == psutil.CONN_LISTEN]
         assert {each.laddr.ip for each in listening} == {"127.0.0.1"}

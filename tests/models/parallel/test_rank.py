@@ -68,7 +68,7 @@ def assert_equal_to_one_process(path: Path, name: str, tokens: int, ranks: int, 
 
 @pytest.mark.parametrize(("name", "drafter"), QUICK)
 def test_answers_equal_those_of_one_process(tmp_path: Path, name: str, drafter: str) -> None:
-    assert_equal_to_one_process(write(toy(name), tmp_path), name, 40, 2, **DRAFTERS[drafter])
+    assert_equal_to_one_process(write(toy(name), tmp_path), name, 24, 2, **DRAFTERS[drafter])
 
 
 @pytest.mark.slow

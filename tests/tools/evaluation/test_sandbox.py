@@ -272,14 +272,15 @@ def test_system_calls_of_another_architecture_are_blocked(make: Callable[..., Sa
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("family", [1, 2, 10, 16, 17, 38, 40], ids=lambda family: f"family {family}")
-def test_there_are_no_sockets(make: Callable[..., Sandbox], family: int) -> None:
+def test_there_are_no_sockets(make: Callable[..., Sandbox]) -> None:
     """Sockets of virtual machines (40), netlink (16) and the kernel's ciphers (38) can bypass network namespaces."""
     lines = (
         "library = ctypes.CDLL(None, use_errno=True)",
-        f"if library.socket({family}, {socket.SOCK_DGRAM}, 0) < 0: raise OSError(ctypes.get_errno(), 'socket')",
+        "for family in (1, 2, 10, 16, 17, 38, 40):",
+        f"    made = library.socket(family, {socket.SOCK_DGRAM}, 0)",
+        "    if made >= 0 or ctypes.get_errno() != 38: raise Exception(family)",
     )
-    assert make().run(body(*lines), CHECK, "f").result.startswith("OSError: [Errno 38]")
+    assert make().run(body(*lines), CHECK, "f") == ProgramResult(True, "passed")
 
 
 UNCOUNTED = {

@@ -13,7 +13,7 @@ from paceline.llm import LLM
 
 SIZES = (
     "--tokens", "900", "--prompt-tokens", "8", "--answer-tokens", "24", "--held-out", "8", "--shard", "16",
-    "--epochs", "4", "--vocab", "64", "--batch-tokens", "256", "--max-batch-size", "8", "--max-model-len", "96",
+    "--epochs", "2", "--vocab", "64", "--batch-tokens", "256", "--max-batch-size", "8", "--max-model-len", "96",
     "--quantization", "int8", "--dtype", "bfloat16", "--threads", "1", "--device", "cpu", "-q",
 )  # fmt: skip
 

@@ -148,18 +148,12 @@ def first_batch(trainer: Trainer) -> TrainingBatch:
     return next(trainer.dataset.batches(trainer.dataset.epoch(0, 0, 256)))
 
 
-@pytest.fixture
-def trained(kind: str, whole: Path, target: str, tmp_path: Path) -> Trainer:
-    """A head of this kind after a short training."""
-    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind))
-    trainer.run(tmp_path / "checkpoint.safetensors")
-    return trainer
-
-
-@pytest.mark.parametrize("kind", HEAD_KINDS)
 @torch.inference_mode()
-def test_measured_acceptance_is_that_of_drafting_token_by_token(trained: Trainer) -> None:
-    """At each position the head continues from its own draft tokens until one differs from the target's answer."""
+def check_measured_acceptance(trained: Trainer) -> None:
+    """It is that of drafting token by token.
+
+    At each position the head continues from its own draft tokens until one differs from the target's answer.
+    """
     head, scale = trained.head, trained.scale
     batch = next(trained.held_out.batches([[0, 1, 2]]))
     correct = _correct(head, batch, scale)
@@ -226,16 +220,21 @@ def rejected(trainer: Trainer, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
-def test_every_draft_token_is_trained(kind: str, whole: Path, target: str, tmp_path: Path) -> None:
-    epochs = 16 if kind == "dspark" else 8  # which begins a draft at one position in three
-    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=epochs))
+def test_every_draft_token_is_trained_and_acceptance_measured(
+    kind: str, whole: Path, target: str, tmp_path: Path
+) -> None:
+    epochs = 10 if kind == "dspark" else 4  # which begins a draft at one position in three
+    trainer = make_trainer(whole, target, replace(OPTIONS, kind=kind, epochs=epochs, learning_rate=0.005))
     with torch.no_grad():
         before, look = rejected(trainer, 3), trainer.evaluate()
         with torch.enable_grad():
             trainer.run(tmp_path / "checkpoint.safetensors")
         after = rejected(trainer, 3)
-    assert all(late < early - 0.003 for late, early in zip(after, before, strict=True))
-    assert trainer.progress.looks[-1]["length"][-1] > look.length[-1] + 0.15
+    least = 0.003 if kind == "hidden_transfer" else 0.03  # whose first probabilities are higher
+    assert all(late < early - least for late, early in zip(after, before, strict=True))
+    assert trainer.progress.looks[-1]["length"][-1] > look.length[-1] + 0.1
+    if kind in HEAD_KINDS:  # test_student.py has the draft model
+        check_measured_acceptance(trainer)
 
 
 def test_a_killed_training_resumes_exactly(whole: Path, target: str, tmp_path: Path) -> None:

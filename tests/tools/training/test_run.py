@@ -38,7 +38,7 @@ def test_a_run_writes_head_and_report(whole: Path) -> None:
     report = json.loads((whole / "report.json").read_text())
     assert report["data"]["tokens_made"] >= 900
     assert report["data"]["tokens_of_answers"] < report["data"]["tokens_made"]
-    assert report["passes"] >= 4 * report["data"]["tokens_made"]
+    assert report["passes"] >= 2 * report["data"]["tokens_made"]
     assert len(report["acceptance"][-1]["conditional"]) == 4
     assert "| draft token | 1 | 2 | 3 | 4 |" in (whole / "report.md").read_text()
     assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -145,19 +145,16 @@ def test_another_attempt_on_the_same_data_may_have_other_settings(whole: Path, t
     assert json.loads((tmp_path / "training.json").read_text())["learning_rate"] == 0.001
 
 
-@pytest.mark.parametrize("options", [("--answer-tokens", "95"), ("--answer-tokens", "96")])
 def test_answers_that_leave_no_room_for_questions_are_refused_and_leave_no_settings(
-    target: str, tmp_path: Path, options: tuple[str, str]
+    target: str, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("why is the sky blue?\nwhy is it not?\n")
-    refused = call(
-        target, *SIZES, *options, "--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "o")
-    )
-    assert refused.exit_code == 2
-    assert "--max-model-len" in refused.stderr
-    again = call(
-        target, *SIZES, "--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "o"), "--minutes", "0.01"
-    )
+    line = [target, *SIZES, "--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "o")]
+    for tokens in ("95", "96"):
+        refused = call(*line, "--answer-tokens", tokens)
+        assert refused.exit_code == 2
+        assert "--max-model-len" in refused.stderr
+    again = call(*line, "--minutes", "0.001")
     assert again.exit_code == 0, again.stderr
 
 

@@ -12,16 +12,16 @@ from paceline.core.batch import Batch, SpeculationPlan
 from paceline.core.draft import Logprobs, Undrawn, Verdict
 from paceline.core.rows import Constraint, StepFeatures
 from paceline.engine.rounds.choice import why_no_graph_now, why_no_masked_graph_now
+from paceline.engine.rounds.device_round import DeviceRound
+from paceline.engine.rounds.likely import likely_programs
 from paceline.engine.rounds.place import FinishedRound, RoundTicket
-from paceline.engine.rounds.program import DeviceRound
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequences import Sequence as LiveSequence
-from paceline.kernels.gpu.ahead import Ahead, Progress
+from paceline.kernels.gpu.ahead import Ahead, Progress, capture_ahead
 from paceline.kernels.gpu.graphs import Ticket
 from paceline.kernels.gpu.masks import RowMasks
 from paceline.kernels.gpu.state import read_logprobs, read_record, read_trees
-from paceline.lengths.base import LengthPolicy
 
 _MOST_COUNTED = 64  # missing tokens that a pass reads rather than that the host waits for the device to count them
 
@@ -59,42 +59,46 @@ class GraphPlace:
 
     name = "device"
     lag = 1
+    _why_not = staticmethod(why_no_graph_now)
 
-    def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
-        self.program, self._parts, self._scheduler = program, parts, scheduler
-        self.why_not = partial(why_no_graph_now, parts, program.width)
+    def __init__(self, device_round: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
+        self.device_round, self._parts, self._scheduler = device_round, parts, scheduler
+        self._drafter = device_round.drafter
+        self.why_not = partial(self._why_not, parts, self._drafter.width)
         # ``Sequence.stay`` of the rows in the last round with draft tokens; empty after a pause
         self._drafted: set[tuple[LiveSequence, int]] = set()
         self._plain_rounds = 0  # rounds without draft tokens since then
         self._missing_after_draft = 0  # upper bound per row: tokens missing in the draft model's cache after that round
 
     def masked(self) -> MaskedGraphPlace:
-        """The place of the same program's rounds with grammars."""
-        return MaskedGraphPlace(self.program, self._parts, self._scheduler)
+        """The place of the same device's rounds with grammars."""
+        return MaskedGraphPlace(self.device_round, self._parts, self._scheduler)
 
     def capture_ahead(self, seconds: float, progress: Progress = iter, rows: int | None = None) -> Ahead | None:
         """Capture the rounds that requests will need; only while the engine is idle. None if nothing is captured."""
-        lengths = partial(likely_lengths, self._parts.policy)
-        return self.program.capture_ahead(lengths, seconds, progress, rows)
+        graphs = self.device_round.graphs
+        if not graphs.captures:
+            return None
+        return capture_ahead(graphs, likely_programs(self.device_round, self._parts.policy, rows), seconds, progress)
 
     def needs_torch(self, batch: Batch) -> bool:
         return True
 
     def run(self, batch: Batch, plan: SpeculationPlan) -> RoundTicket:
         k, longest, features, missing = self._prepared(batch, plan)
-        record = self.program.run(batch.rows, k, longest, features, missing)
+        record = self.device_round.run(batch.rows, k, longest, features, missing)
         return self._ticket(record, k, features)
 
     def _prepared(self, batch: Batch, plan: SpeculationPlan) -> tuple[int, int, StepFeatures, int]:
-        """Set the rows' limits of draft tokens, and return the program's arguments."""
-        k = self.program.feasible_length(plan.k)
+        """Set the rows' limits of draft tokens, and return the round's arguments."""
+        k = min(plan.k, self._drafter.longest)
         longest = batch.longest + self._scheduler.in_flight
-        self.program.replace_drafts_from(plan.least_matches)
-        self.program.cap_draft_tokens(batch.max_draft_tokens if plan.caps is None else plan.caps)
+        caps = batch.max_draft_tokens if plan.caps is None else plan.caps
+        self.device_round.program.set_limits(caps, plan.least_matches)
         return k, longest, batch.sampling.step_features, self._missing_tokens(batch, k)
 
     def _ticket(self, record: Ticket, k: int, features: StepFeatures) -> GraphTicket:
-        return GraphTicket(record, k, self.program.width, features, mixes=self.program.mixes and k > 0)
+        return GraphTicket(record, k, self._drafter.width, features, mixes=self._drafter.mixes and k > 0)
 
     def pause(self) -> None:
         self._drafted = set()
@@ -118,7 +122,7 @@ class GraphPlace:
         if others and missing > _MOST_COUNTED:
             missing = max(max(decoder.missing_tokens(batch)) for decoder in decoders)
         self._drafted, self._plain_rounds = {sequence.stay for sequence in running}, 0
-        self._missing_after_draft = self.program.missing_after(k)
+        self._missing_after_draft = self._drafter.missing_after(k)
         return missing
 
 
@@ -129,19 +133,16 @@ class MaskedGraphPlace(GraphPlace):
     """
 
     lag = 0
-
-    def __init__(self, program: DeviceRound, parts: Speculation, scheduler: Scheduler) -> None:
-        super().__init__(program, parts, scheduler)
-        self.why_not = partial(why_no_masked_graph_now, parts, program.width)
+    _why_not = staticmethod(why_no_masked_graph_now)
 
     def run(self, batch: Batch, plan: SpeculationPlan) -> RoundTicket:
         k, longest, features, missing = self._prepared(batch, plan)
-        draft = self.program.begin_masked(batch.rows, k, longest, features, missing).read()
+        draft = self.device_round.begin_masked(batch.rows, k, longest, features, missing).read()
         masks = [
             [] if constraint is None else masks_of(constraint, line[: line[-1]], batch.vocab_size)
             for constraint, line in zip(batch.sampling.constraints, draft[: batch.rows], strict=True)
         ]
-        record = self.program.finish_masked(batch.rows, k, features, masks)
+        record = self.device_round.finish_masked(batch.rows, k, features, masks)
         verdict = self._ticket(record, k, features).read().of_rows(range(batch.rows))
         for row, tokens in zip(masks, verdict.tokens, strict=True):
             forbidden = len(row) >= len(tokens) and (last := row[len(tokens) - 1]) is not None and not last.any()
@@ -159,9 +160,3 @@ def masks_of(constraint: Constraint, draft_tokens: Sequence[int], vocab_size: in
     table = torch.zeros(len(draft_tokens) + 1, vocab_size, dtype=torch.bfloat16)
     constraint.mask(draft_tokens, 0, table)
     return [None if allowed.all() else allowed for allowed in (table == 0).numpy()]
-
-
-def likely_lengths(policy: LengthPolicy, rows: int) -> list[int]:
-    """Return every draft length that rounds of ``rows`` rows may have, the likeliest first."""
-    usual = policy.length_for(rows)
-    return sorted(policy.possible_lengths, key=lambda k: abs(k - usual))

@@ -1,11 +1,11 @@
 """Tensor programs as CUDA graphs, whose results reach the host later, through pinned memory.
 
-``engine/rounds/program.py`` builds rounds from these general parts:
+``engine/rounds/device_round.py`` launches rounds with these general parts:
 
-    round = DeviceRound(target, draft, batch, rule)      # decoders, core.batch.Batch, rounds.program.DeviceAcceptance
-    round.cap_draft_tokens(caps)                         # the rows' limits of draft tokens; one small upload
-    ticket = round.run(rows, k, longest)                 # captured at first use, then one graph launch; returns at once
-    record = ticket.read()                               # waits for that round only, while later ones may run
+    device_round = DeviceRound(program)          # a RoundProgram
+    program.set_limits(caps, None)               # the rows' limits of draft tokens; one small upload
+    ticket = device_round.run(rows, k, longest)  # captured at first use, then one graph launch; returns at once
+    record = ticket.read()                       # waits for that round only, while later ones may run
 
 Programs are run for their side effects on tensors that never move (text, lengths, caches) and return one tensor.
 """

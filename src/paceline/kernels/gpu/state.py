@@ -96,7 +96,7 @@ def accepted_path(record: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_trees(record: list[list[int]], width: int) -> Verdict:
-    """The record [B, 2 N + 4] of trees (``engine.rounds.program``): N draft tokens per row, ``width`` per depth."""
+    """The record [B, 2 N + 4] of trees (``rounds.device_drafters``): N draft tokens per row, ``width`` per depth."""
     drafted = (len(record[0]) - 1 - RECORD_TAIL) // 2
     verdict, parents = read_record(record), tree_parents(drafted, width)
     return replace(

@@ -11,8 +11,9 @@ import math
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -36,6 +37,8 @@ _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 18
 _MAX_VALUES = 1 << 22  # values in all metadata arrays together; a vocabulary has less than a million tokens
 _MAX_DIMENSIONS = 4  # as in llama.cpp
+
+_SETTLED = 2.0  # seconds after which a change of a file shows in its times, whatever the system's clock ticks in
 
 _VERSIONS = 2, 3
 _OTHER_FILE = "it was made by a newer program, or is damaged; use a file of the model in another type, such as Q8_0"
@@ -168,10 +171,15 @@ def _check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+_Parsed = tuple[Mapping[str, Any], Mapping[str, PackedTensor]]  # metadata and tensors
+
+
+def _read(path: Path) -> _Parsed:
     """Return metadata and tensors of one file. Raises ModelFormatError."""
     try:
-        return _parsed(path)
+        status = path.stat()
+        settled = time.time() - status.st_ctime > _SETTLED
+        return _kept(path, status.st_ino, status.st_size, status.st_ctime_ns) if settled else _parsed(path)
     except _UnknownError as error:
         raise ModelFormatError(f"{path} {error}") from error
     except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
@@ -195,7 +203,13 @@ def _check_version(version: int) -> None:
     raise _UnknownError(f"has GGUF version {version}, which is not known; versions 2 and 3 are: {_OTHER_FILE}")
 
 
-def _parsed(path: Path) -> tuple[dict[str, Any], dict[str, PackedTensor]]:
+@lru_cache(maxsize=16)
+def _kept(path: Path, *_status: int) -> _Parsed:
+    """Parse a file once for as long as it is the same: a start asks for it up to nine times."""
+    return _parsed(path)
+
+
+def _parsed(path: Path) -> _Parsed:
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     cursor = _Cursor(data)
