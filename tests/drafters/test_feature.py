@@ -238,7 +238,7 @@ def test_a_device_draws_what_the_reference_does(
     assert compared["short"] > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["feature", "chimera", "dspark"])  # each reads its missing tokens in its own way
 def test_a_head_that_has_not_drafted_for_long_reads_its_missing_tokens(kind: str) -> None:
     target = tiny_llama()
     head = KINDS[kind](target, 32)

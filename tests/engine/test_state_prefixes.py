@@ -101,8 +101,7 @@ def test_questions_that_come_together_read_their_document_once(kind: str) -> Non
     assert sorted(output.cached_tokens for output in outputs) == [0, *[len(document)] * 5]
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("kind", "rows"), zip(MODELS, (1, 4, 1, 1, 4), strict=True))
 def test_each_turn_of_a_chat_reads_what_is_new(kind: str, rows: int) -> None:
     model, text = MODELS[kind](), text_of(20, 6)
     engine = make_engine(model, drafter="ngram", max_batch_size=rows, prefill_chunk=CHUNK)

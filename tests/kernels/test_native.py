@@ -1,5 +1,4 @@
 import os
-import resource
 import subprocess
 import sys
 from functools import cache
@@ -133,6 +132,7 @@ def test_a_compiler_that_does_not_know_the_flags_is_noticed():
 @needs_extension
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's own memory has no limit")
 def test_threads_that_the_system_refuses_are_an_error():
+    resource = pytest.importorskip("resource", reason="Windows limits no process's memory")
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + (1 << 30)  # a thread's stack takes 2 MiB of it or more
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
