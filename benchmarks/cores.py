@@ -94,8 +94,8 @@ class Prediction:
 def finish(items: int, speeds: Sequence[float]) -> float:
     """Time at which threads of these speeds, in items a second, have computed all items (csrc/pool.h).
 
-    Each takes a quarter of what is left of its equal part, half of the last 16, then half of what another of its group has
-    left.
+    Each takes a quarter of what is left of its equal part, half of the last 16, then half of what is left to another of
+    its group.
     """
     count = len(speeds)
     left = [(thread + 1) * items // count - thread * items // count for thread in range(count)]
