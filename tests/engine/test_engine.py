@@ -452,11 +452,14 @@ def test_rounds_that_a_sibling_saved_are_counted_once_for_answers_and_for_the_se
     options: dict[str, Any] = {"drafter": "model", "speculation_width": width}
     engine, meter = make_engine(ToyModel(), ToyModel(blur=0.3), **options), Meter(1e9)
     outputs = [engine.add(make_request(PROMPT, dataclasses.replace(SAMPLED, max_tokens=41, seed=n))) for n in range(3)]
-    deepest = 0
+    deepest, speeds = 0, []
     while engine.busy:
         engine.step()
         meter.record_round(engine)
+        meter.update_gauges(engine)
         deepest = max(deepest, meter.stats().num_speculative_tokens)
+        speeds.append(meter.stats().tokens_per_second)
+    assert speeds[0] == 0 < max(speeds), "a speed takes two rounds"
     metrics = [output.outputs[0].metrics for output in outputs]
 
     def counted(name: str) -> float:

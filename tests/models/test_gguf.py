@@ -336,3 +336,11 @@ def test_a_tensor_that_is_no_whole_number_of_blocks_is_refused(tiny: Path, tmp_p
     content[at : at + 8] = (33).to_bytes(8, "little")
     (tmp_path / "model.gguf").write_bytes(bytes(content))
     refused(tmp_path / "model.gguf", r"blk\.0\.attn_k\.weight of the shape \(16, 33\) has no whole number of Q8_0")
+
+
+def test_a_tensor_of_five_dimensions_is_refused(tiny: Path, tmp_path: Path) -> None:
+    content = bytearray(tiny.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    content[content.index(name) + len(name)] = 5
+    (tmp_path / "model.gguf").write_bytes(bytes(content))
+    refused(tmp_path / "model.gguf", r"tensor blk\.0\.attn_k\.weight has 5 dimensions")
