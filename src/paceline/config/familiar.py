@@ -11,7 +11,7 @@ from paceline.config.names import SAME
 from paceline.errors import ParameterError
 
 
-class Speculation(NamedTuple):
+class SpeculativeConfig(NamedTuple):
     """Speculation as vLLM's ``speculative_config`` names it."""
 
     drafter: DrafterName
@@ -22,7 +22,7 @@ class Speculation(NamedTuple):
 _METHODS: Mapping[str, DrafterName] = {"draft_model": "model", "ngram": "ngram", "eagle3": "feature", "mtp": "mtp"}
 
 
-def speculation_of(config: object, default_length: Length) -> Speculation:
+def speculation_of(config: object, default_length: Length) -> SpeculativeConfig:
     """The options that ``speculative_config`` spells, an object or its JSON. Raises ParameterError."""
     given = _object(config)
     model = given.pop("model", None)
@@ -35,7 +35,7 @@ def speculation_of(config: object, default_length: Length) -> Speculation:
     for name, value in given.items():
         allowed = "left out; known are method, model and num_speculative_tokens"
         raise ParameterError(f"speculative_config.{name}", value, allowed)
-    return Speculation(_METHODS[method], model, length)
+    return SpeculativeConfig(_METHODS[method], model, length)
 
 
 def _object(config: object) -> dict[str, Any]:

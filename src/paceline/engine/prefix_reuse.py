@@ -15,13 +15,13 @@ from paceline.engine.prefixes import (
 )
 from paceline.engine.scoring import PromptReading
 from paceline.engine.sequences import Sequence
-from paceline.engine.slots import Slots
+from paceline.engine.slot_table import SlotTable
 
 
 class PrefixReuse:
     """Copies prefixes between slots, and lets a prompt wait for a longer one that another is about to read."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
         # By slot, what is collected from the hidden states of its text during prefill. Only the last finished text's is
         # kept, because it may be far larger than the text.

@@ -13,12 +13,12 @@ from paceline.engine.prefixes import LEAST, CachedPrefix, FreeSlotPool, PrefixSo
 from paceline.engine.rounds.round import Speculation
 from paceline.engine.sequences import Sequence
 from paceline.engine.slot_memory import SlotMemory
-from paceline.engine.slots import Slots
+from paceline.engine.slot_table import SlotTable
 from paceline.engine.stored_prefixes import StoredPrefixes
 from paceline.errors import NotFiniteError
 
 
-class SlotAllocator(Slots):
+class SlotAllocator(SlotTable):
     """Gives slots to sequences and takes them back; free slots keep prefixes.
 
     A sequence keeps its slot from its first chunk to its end: the place of its keys and values in all caches, of its

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from paceline.core.cache_budget import KVCacheBudget
 from paceline.engine.prefixes import PrefixSource
 from paceline.engine.sequences import Sequence
-from paceline.engine.slots import Slots
+from paceline.engine.slot_table import SlotTable
 
 # Tokens that a row's memory grows by at least, or by a quarter of its text: what a preempted row reads again is then
 # a few times what others have gained by it.
@@ -22,7 +22,7 @@ class SlotMemory:
         answer, which grows with it.
     """
 
-    def __init__(self, slots: Slots, room: KVCacheBudget) -> None:
+    def __init__(self, slots: SlotTable, room: KVCacheBudget) -> None:
         self._slots, self.room = slots, room
 
     def positions(self, sequence: Sequence, length: int) -> int:

@@ -10,13 +10,13 @@ from torch import Tensor
 from paceline.engine.prefix_files import FileInReading, PrefixFiles
 from paceline.engine.prefixes import WORTH_WAITING, CachedPrefix
 from paceline.engine.sequences import Sequence
-from paceline.engine.slots import Slots
+from paceline.engine.slot_table import SlotTable
 
 
 class StoredPrefixes:
     """Moves prefixes between slots and files."""
 
-    def __init__(self, slots: Slots, files: PrefixFiles) -> None:
+    def __init__(self, slots: SlotTable, files: PrefixFiles) -> None:
         self._slots, self.files = slots, files
 
     def look_for(self, sequence: Sequence) -> None:

@@ -37,7 +37,7 @@ class DamagedFileError(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies: its dtype, shape, and the first and last byte of the file's data, as [start, stop)."""
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Header:
     """What a file says before its data. size: bytes up to the data."""
 
     metadata: Mapping[str, str]
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     size: int
 
     @property
@@ -106,7 +106,7 @@ def read_header(data: bytes) -> Header:
     return Header(metadata, places, _LENGTH + size)
 
 
-def _place(said: Any) -> Place:
+def _place(said: Any) -> TensorPlace:
     """Return where a tensor lies by its entry in the header. Raises ValueError, TypeError or KeyError."""
     dtype, shape, (start, stop) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
     whole = (*shape, start, stop)
@@ -114,7 +114,7 @@ def _place(said: Any) -> Place:
         raise ValueError("sizes are whole numbers")
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError("the data has another size")
-    return Place(dtype, shape, start, stop)
+    return TensorPlace(dtype, shape, start, stop)
 
 
 def decoded(data: bytearray) -> tuple[Header, dict[str, Tensor]]:

@@ -31,7 +31,7 @@ class Ahead:
         return f"{done}; {self.left} likely ones will be captured at first use: {self.why}"
 
 
-class Limits:
+class CaptureLimits:
     """Limits of a capture run: seconds from now, and a fraction of the memory that is free now."""
 
     def __init__(self, graphs: Graphs, seconds: float) -> None:
@@ -59,7 +59,7 @@ def capture_ahead(graphs: Graphs, programs: Iterable[Named], seconds: float, pro
 
     The limits are checked between programs: the last one may exceed them.
     """
-    limits, known = Limits(graphs, seconds), set(graphs.keys)
+    limits, known = CaptureLimits(graphs, seconds), set(graphs.keys)
     wanted = [(key, program) for key, program in programs if key not in known]
     for captured, (key, program) in enumerate(progress(wanted)):
         if (why := limits.reached()) is not None:

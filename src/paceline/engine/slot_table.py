@@ -12,7 +12,7 @@ from paceline.models.decoding.decoder import Decoder
 
 
 @dataclass
-class Slots:
+class SlotTable:
     """At most ``batch.max_rows`` slots have a sequence; the others are free.
 
     parts: their decoders hold the caches. used: the sequences that have a slot, in the order in which they got it.
