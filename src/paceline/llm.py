@@ -66,6 +66,7 @@ from paceline.engine.threads import nodes_of_rank
 from paceline.errors import ModelFormatError, PacelineError, ParameterError
 from paceline.kernels.native import kernel_threads
 from paceline.models.files.boundary import Source
+from paceline.models.files.gguf import parse_once
 from paceline.models.files.recommended import recommended_pooling, recommended_sampling
 from paceline.models.load.loading import check_source, eos_token_ids, lacks_head
 from paceline.models.text.infill import InfillMarkers
@@ -110,6 +111,7 @@ class LLM:
     Raises ModelError (model not found, corrupt files, different vocabularies), ParameterError, CapacityError.
     """
 
+    @parse_once()
     @ignore_torch_context
     @torch.inference_mode(False)  # tensors made in a caller's inference mode could only be written in that mode
     def __init__(

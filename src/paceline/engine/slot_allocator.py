@@ -102,7 +102,7 @@ class SlotAllocator(SlotTable):
 
     def describe(self) -> str:
         """Say what prefixes are kept, and what became of others; empty before there are any."""
-        files = "" if self.stored is None else f", {self.stored.describe()}"
+        files = "" if self.stored is None else f", {self.stored.files.describe()}"
         return self.free.describe() + files
 
     def end_waits(self) -> None:

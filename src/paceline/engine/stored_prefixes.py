@@ -54,16 +54,12 @@ class StoredPrefixes:
         wait(files, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Write all prefixes that later requests may reuse, the most recently used first."""
+        """Write all prefixes that later requests may reuse, the most recently used first, and close the files."""
         for age, slot in enumerate(reversed(self._slots.free.by_use)):
             prefix = self._slots.free.prefixes[slot]
             if _is_worth_a_file(prefix):
                 self.files.write(prefix.tokens, prefix.scope, self._tensors(slot, prefix), age)
         self.files.close()
-
-    def describe(self) -> str:
-        """Say how many files there are, and what became of them."""
-        return self.files.describe()
 
     def begin_write(self, slot: int, prefix: CachedPrefix) -> None:
         """Write a prefix that gives way, if it is worth a file."""

@@ -11,9 +11,10 @@ import math
 import mmap
 import os
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -37,8 +38,6 @@ _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 18
 _MAX_VALUES = 1 << 22  # values in all metadata arrays together; a vocabulary has less than a million tokens
 _MAX_DIMENSIONS = 4  # as in llama.cpp
-
-_SETTLED = 2.0  # seconds after which a change of a file shows in its times, whatever the system's clock ticks in
 
 _VERSIONS = 2, 3
 _OTHER_FILE = "it was made by a newer program, or is damaged; use a file of the model in another type, such as Q8_0"
@@ -172,14 +171,30 @@ def _check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int
 
 
 _Parsed = tuple[Mapping[str, Any], Mapping[str, PackedTensor]]  # metadata and tensors
+_parsed_so_far: ContextVar[dict[Path, _Parsed] | None] = ContextVar("parsed GGUF files", default=None)
+
+
+@contextmanager
+def parse_once() -> Iterator[None]:
+    """Parse each file once inside, in this thread: a model's start asks for its header up to nine times.
+
+    Nothing stays mapped or in memory afterwards for this.
+    """
+    token = _parsed_so_far.set({})
+    try:
+        yield
+    finally:
+        _parsed_so_far.reset(token)
 
 
 def _read(path: Path) -> _Parsed:
     """Return metadata and tensors of one file. Raises ModelFormatError."""
     try:
-        status = path.stat()
-        settled = time.time() - status.st_ctime > _SETTLED
-        return _kept(path, status.st_ino, status.st_size, status.st_ctime_ns) if settled else _parsed(path)
+        if (known := _parsed_so_far.get()) is None:
+            return _parsed(path)
+        if path not in known:
+            known[path] = _parsed(path)
+        return known[path]
     except _UnknownError as error:
         raise ModelFormatError(f"{path} {error}") from error
     except (struct.error, ValueError, TypeError, LookupError, OSError, ArithmeticError) as error:
@@ -201,12 +216,6 @@ def _check_version(version: int) -> None:
             "the little-endian file, or convert it with the gguf package (gguf-convert-endian FILE little)"
         )
     raise _UnknownError(f"has GGUF version {version}, which is not known; versions 2 and 3 are: {_OTHER_FILE}")
-
-
-@lru_cache(maxsize=16)
-def _kept(path: Path, *_status: int) -> _Parsed:
-    """Parse a file once for as long as it is the same: a start asks for it up to nine times."""
-    return _parsed(path)
 
 
 def _parsed(path: Path) -> _Parsed:
